@@ -1,0 +1,1008 @@
+"""Blockwise FP8 for training and sampling: the quantizers, the three products of a linear layer, the optimizer.
+
+A linear layer runs three matrix products. All three take E4M3 codes, which have FP32 scales beside them:
+
+    product              left operand (rows, contracted)     right operand                       out
+    FProp  Y  = X W^T    X    (M, K), 1x128 along K          W    (N, K), 128x128                BF16
+    DGrad  dX = dY W     dY   (M, N), 1x128 along N          W^T  (K, N), 128x128, same codes    BF16
+    WGrad  dW = dY^T X   dY^T (N, M), 128 tokens a group     X^T  (K, M), 128 tokens a group     FP32, accumulated
+
+M counts tokens, K input and N output features. A scale is amax/448, the factor that dequantizes; it is fresh for every
+tensor, so there is nothing to calibrate and no history to keep. Gradients are E4M3 too: with a scale for every 128
+values the range of E5M2 is not needed, and its lost mantissa bit would be.
+
+Layout. Hopper's FP8 tensor cores read both operands contiguous along the contracted axis, which no two products share.
+So an activation is quantized twice: row-wise (FProp), and column-wise, that is transposed (WGrad). dY is read once and
+written in both directions. A weight is stored once: a square block has one scale whichever way it is turned, so the
+backward pass transposes the codes, one layer at a time. Scales are stored with tokens (or features) contiguous, one
+line for each group of 128. Rows of codes start on 16 bytes, as the TMA unit demands; where tokens are padded to 128
+the padding is exact zeros, and adds nothing to a sum.
+
+What sampler and trainer share: everything on the way to a log-probability. The same buffers of codes, written once an
+update; the same norm, SwiGLU and quantizer kernels; the same product. The sampler runs the trainer's forward pass, so
+the quantization error is part of the policy that is trained instead of a gap between two policies.
+
+What stays BF16 or FP32: embedding and head, norms, RoPE, softmax, attention, the residual stream, gradients between
+layers (BF16); accumulators, weight gradients, master weights and AdamW moments (FP32).
+
+Where this departs from Jet-RL (arXiv 2601.14243), whose recipe it is otherwise: Jet-RL keeps the row-wise codes of an
+activation and quantizes *them* again for WGrad. We keep the BF16 values that the layer saves anyway and quantize
+column-wise from those, once: one rounding instead of two.
+
+The numerics contract. A row of any result depends on that row alone: not on the number of rows, not on the tile that
+computed it, not on sampler or trainer. Then log-probabilities agree to the last bit, and "equal" can be tested by ==:
+
+  1. K is never split. Its blocks of 128 ascend, each summed by the tensor core into a fresh accumulator (which keeps
+     only about 14 bits, hence the short sums) and added to an FP32 total by one explicit fma.
+  2. Every kernel is launched with enable_fp_fusion=False. Otherwise the compiler may contract a*b + c in one tile shape
+     and not in another, and the two differ in the last bit. Where a fused product is meant, tl.fma says so.
+  3. Division and square root are IEEE (div_rn, sqrt_rn), in kernels as in references.
+  4. A row reduction has one kernel, whose warps depend on the width alone. No autotuning: a choice that may change
+     between two runs must not be able to change an order.
+  5. FP8 tl.dot has at least 64 rows and 4 warps. With fewer it falls back to FP16 tensor cores, with other bits. A
+     decode step has few tokens, so there the weights take the place of the rows and the tokens that of the columns.
+  6. Backward passes are deterministic as well: ordered sums and no floating point atomics.
+
+The file goes topic by topic, each in the same order: the torch reference (the specification, and all that a CPU
+needs), the Triton kernel, the wrapper that picks one of the two.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # macOS, or a bare CPU machine: the references below are all there is, and they suffice
+    triton = TensorDescriptor = None
+
+    class tl:
+        """Stands in for triton.language so that kernel signatures can be parsed; nothing is ever launched."""
+        constexpr = staticmethod(lambda value: value)
+
+BLOCK = 128  # one scale per 128 values of a row, or per 128x128 block of a weight; also the K step of every product
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0  # the largest finite E4M3 number; its neighbour above is NaN, so we clamp before every cast
+AMAX_FLOOR = 1e-12  # keeps zero blocks from dividing by zero, yet lies far below any gradient worth keeping
+INTERPRET = triton is not None and triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels on CPU tensors
+
+
+def jit(fn=None, **options):
+    """triton.jit, or the identity where triton is not installed (the kernel is then never called)."""
+    if triton is None:
+        return fn if fn is not None else (lambda f: f)
+    return triton.jit(fn, **options)
+
+
+def launch(kernel, programs, *args, **options):
+    """Run `kernel` on a one-dimensional grid (y and z stop at 65,535), contraction off."""
+    kernel[(programs,)](*args, enable_fp_fusion=False, **options)
+
+
+def use_kernels(x):
+    """Whether tensor `x` goes to the Triton kernels (on a GPU, or interpreted) or to the torch references."""
+    return x.is_cuda or INTERPRET
+
+
+def cdiv(n, d):
+    return -(-n // d)
+
+
+def round_up(n, multiple):
+    return cdiv(n, multiple) * multiple
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Quantizers
+
+
+def empty_codes(rows, cols, device):
+    """Uninitialized E4M3 (rows, cols) whose rows start on 16 bytes, as TMA demands; the gap is never read."""
+    return torch.empty(rows, round_up(cols, 16), dtype=E4M3, device=device)[:, :cols]
+
+
+def empty_scales(groups, rows, device):
+    """Uninitialized FP32 (groups, rows); every group starts on 16 bytes."""
+    return torch.empty(groups, round_up(rows, 4), dtype=torch.float32, device=device)[:, :rows]
+
+
+def encode_reference(x, axes):
+    """x FP32 -> E4M3 codes of its shape, FP32 scales with `axes` reduced to 1: x is about codes * scales.
+
+    NaN and Inf pass through amax into the scale: a bad step shows in the loss, not as a saturated code.
+    """
+    scale = x.abs().amax(axes, keepdim=True).clamp(min=AMAX_FLOOR) / E4M3_MAX
+    # A quotient may round to just above 448, and a cast out of range gives NaN: hence the clamp.
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
+
+
+def quantize_rows_reference(x):
+    M, K = x.shape
+    q, s = encode_reference(F.pad(x.float(), (0, -K % BLOCK)).view(M, -1, BLOCK), 2)
+    codes, scales = empty_codes(M, K, x.device), empty_scales(q.shape[1], M, x.device)
+    codes.copy_(q.view(M, -1)[:, :K])
+    scales.copy_(s[:, :, 0].t())
+    return codes, scales
+
+
+def quantize_cols_reference(x):
+    return quantize_rows_reference(F.pad(x.float(), (0, 0, 0, -x.shape[0] % BLOCK)).t().contiguous())
+
+
+def quantize_blocks_reference(w):
+    N, K = w.shape
+    w = F.pad(w.float(), (0, -K % BLOCK, 0, -N % BLOCK))
+    q, s = encode_reference(w.view(w.shape[0] // BLOCK, BLOCK, -1, BLOCK), (1, 3))
+    return q.view(w.shape)[:N, :K], s[:, 0, :, 0]
+
+
+@jit
+def encode(x, AXIS: tl.constexpr):
+    """encode_reference for an FP32 tile reduced along AXIS; -> codes, scales without that axis."""
+    # Without their sign bit, floats order as their bits do, with Inf and NaN on top. So an integer maximum propagates
+    # NaN, which tl.max of floats would drop.
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS).to(tl.float32, bitcast=True)
+    scale = scale_of(amax)
+    return codes_of(x, tl.expand_dims(scale, AXIS)), scale
+
+
+@jit
+def scale_of(amax):
+    return tl.div_rn(tl.maximum(amax, 1e-12, propagate_nan=tl.PropagateNan.ALL), 448.0)
+
+
+@jit
+def codes_of(x, scale):
+    # By division and not by a reciprocal: the codes are those of the reference.
+    q = tl.div_rn(x, scale)
+    return tl.clamp(q, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@jit
+def store_rows(x, codes, scales, quads, group, m, k, M, K: tl.constexpr, CODES_LINE: tl.constexpr):
+    """Quantize the FP32 tile x, rows m of the group of 128 columns k, and store it; quads * 4 scales a line."""
+    q, s = encode(x, 1)
+    tl.store(codes + m[:, None].to(tl.int64) * CODES_LINE + k, q, mask=(m[:, None] < M) & (k < K))
+    tl.store(scales + group * (quads * 4) + m, s, mask=m < M)
+
+
+@jit
+def store_cols(x, codes, scales, groups, group, m, k, K: tl.constexpr):
+    """Quantize the FP32 tile x, columns k of the group of 128 tokens m, and store it transposed; groups * 128 codes
+    a line."""
+    q, s = encode(x, 0)
+    out = codes + k[None, :].to(tl.int64) * (groups * 128) + m[:, None]
+    tl.store(out, q, mask=k < K)  # no mask on tokens: the padding was loaded as zeros, and is stored as zeros
+    tl.store(scales + group.to(tl.int64) * K + k, s, mask=k < K)
+
+
+@jit(do_not_specialize=["quads", "M"])
+def quantize_kernel(x, norm_w, rstd, codes, scales, codes_t, scales_t, quads, M,
+                    K: tl.constexpr, X_LINE: tl.constexpr, CODES_LINE: tl.constexpr, TILE: tl.constexpr):
+    """One program quantizes a tile of TILE tokens by 128 features, read once, in the directions that have pointers.
+
+    With `rstd`, x is the input of an RMSNorm whose output is computed on the way, rounded as the norm rounds it.
+    """
+    blocks: tl.constexpr = (K + 127) // 128
+    i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    m, k = i * TILE + tl.arange(0, TILE), j * 128 + tl.arange(0, 128)
+    offsets = m[:, None].to(tl.int64) * X_LINE + k  # 64 bits: tokens times features pass 2^31
+    tile = tl.load(x + offsets, mask=(m[:, None] < M) & (k < K), other=0).to(tl.float32)
+    if rstd is not None:
+        r = tl.load(rstd + m, mask=m < M, other=0)
+        tile = tile * r[:, None] * tl.load(norm_w + k, mask=k < K, other=0).to(tl.float32)
+        tile = tile.to(x.dtype.element_ty).to(tl.float32)
+    if codes is not None:
+        store_rows(tile, codes, scales, quads, j, m, k, M, K, CODES_LINE)
+    if codes_t is not None:
+        store_cols(tile, codes_t, scales_t, tl.cdiv(M, 128), i, m, k, K)
+
+
+@jit
+def quantize_blocks_kernel(w, codes, scales, N: tl.constexpr, K: tl.constexpr,
+                           W_LINE: tl.constexpr, CODES_LINE: tl.constexpr):
+    """One program quantizes one 128x128 block of w with one scale."""
+    block = tl.program_id(0)
+    n = block // tl.cdiv(K, 128) * 128 + tl.arange(0, 128)[:, None]
+    k = block % tl.cdiv(K, 128) * 128 + tl.arange(0, 128)
+    mask = (n < N) & (k < K)
+    tile = tl.load(w + n.to(tl.int64) * W_LINE + k, mask=mask, other=0).to(tl.float32)
+    amax = tl.max(tl.max(tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+    scale = scale_of(amax.to(tl.float32, bitcast=True))
+    tl.store(codes + n.to(tl.int64) * CODES_LINE + k, codes_of(tile, scale), mask=mask)
+    tl.store(scales + block, scale)
+
+
+@jit
+def transpose_kernel(x, out, N: tl.constexpr, K: tl.constexpr, X_LINE: tl.constexpr, OUT_LINE: tl.constexpr):
+    """One program transposes a 128x128 tile of bytes."""
+    n = tl.program_id(0) // tl.cdiv(K, 128) * 128 + tl.arange(0, 128)[:, None]
+    k = tl.program_id(0) % tl.cdiv(K, 128) * 128 + tl.arange(0, 128)
+    mask = (n < N) & (k < K)
+    tl.store(out + k.to(tl.int64) * OUT_LINE + n, tl.load(x + n.to(tl.int64) * X_LINE + k, mask=mask), mask=mask)
+
+
+def unit_stride(x):
+    """x, or a copy whose rows are contiguous: kernels take any distance between rows, none between columns."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def quantize(x, rows, cols, norm_w=None, rstd=None):
+    """Launch quantize_kernel: -> (codes, scales) or None row-wise, (codes, scales) or None column-wise."""
+    (M, K), x = x.shape, unit_stride(x)
+    row = (empty_codes(M, K, x.device), empty_scales(cdiv(K, BLOCK), M, x.device)) if rows else (None, None)
+    col = (None, None)
+    if cols:
+        Mp = round_up(M, BLOCK)
+        col = empty_codes(K, Mp, x.device), torch.empty(Mp // BLOCK, K, device=x.device)
+    tile = BLOCK if cols else 32 if M > 64 else 16  # amax has no order: the height of a row-wise tile is free
+    if M:
+        launch(quantize_kernel, cdiv(M, tile) * cdiv(K, BLOCK), x, norm_w, rstd, *row, *col, cdiv(M, 4), M,
+               K, x.stride(0), round_up(K, 16), tile, num_warps=4 if not cols else 16 if rows else 8)
+    return row, col
+
+
+def quantize_rows(x):
+    """x (M, K) -> codes (M, K) E4M3, scales (ceil(K/128), M) FP32: one scale per token and 128 features."""
+    return quantize(x, rows=True, cols=False)[0] if use_kernels(x) else quantize_rows_reference(x)
+
+
+def quantize_cols(x):
+    """x (M, K) -> codes (K, Mp) E4M3, scales (Mp/128, K) FP32: x transposed, one scale per feature and 128 tokens.
+
+    Mp is M rounded up to 128; the padding tokens are exact zeros, so they add nothing to a weight gradient.
+    """
+    return quantize(x, rows=False, cols=True)[1] if use_kernels(x) else quantize_cols_reference(x)
+
+
+def quantize_rows_cols(x):
+    """x (M, K) -> (codes, scales) as by quantize_rows, (codes, scales) as by quantize_cols; x is read once."""
+    return quantize(x, rows=True, cols=True) if use_kernels(x) else (quantize_rows(x), quantize_cols(x))
+
+
+def quantize_blocks(w, out=None):
+    """w (N, K) -> codes (N, K) E4M3, scales (ceil(N/128), ceil(K/128)) FP32: one scale per 128x128 block.
+
+    out=(codes, scales) writes in place: the addresses that CUDA graphs captured stay valid.
+    """
+    (N, K), w = w.shape, unit_stride(w)
+    blocks = cdiv(N, BLOCK), cdiv(K, BLOCK)
+    codes, scales = out or (empty_codes(N, K, w.device), torch.empty(blocks, device=w.device))
+    if use_kernels(w):
+        launch(quantize_blocks_kernel, blocks[0] * blocks[1], w, codes, scales, N, K, w.stride(0), codes.stride(0),
+               num_warps=8)
+    else:
+        for mine, new in zip((codes, scales), quantize_blocks_reference(w)):
+            mine.copy_(new)
+    return codes, scales
+
+
+def dequantize_blocks(codes, scales):
+    """codes (N, K), scales (ceil(N/128), ceil(K/128)) -> FP32 (N, K)."""
+    N, K = codes.shape
+    return codes.float() * scales.repeat_interleave(BLOCK, 0)[:N].repeat_interleave(BLOCK, 1)[:, :K]
+
+
+def transpose_codes(codes):
+    """codes (N, K) -> (K, N), whose rows start on 16 bytes again."""
+    N, K = codes.shape
+    out = empty_codes(K, N, codes.device)
+    if not use_kernels(codes):
+        return out.copy_(codes.t())
+    launch(transpose_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK), codes.view(torch.uint8), out.view(torch.uint8), N, K,
+           codes.stride(0), out.stride(0), num_warps=8)
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+def matmul_rows(x, w):
+    """x (M, K), w (N, K) -> FP32 (M, N) = x w^T, in zero-padded blocks of 64 rows.
+
+    A BLAS picks its kernel, and with it the order of its sums, by the number of rows. With 64 rows in every call
+    the result of a row depends on that row alone, which is the numerics contract on a CPU.
+    """
+    M, K = x.shape
+    x = F.pad(x.float(), (0, 0, 0, -M % 64))
+    w = w.float().t()
+    out = [x[i:i + 64].contiguous() @ w for i in range(0, M, 64)]
+    return torch.cat(out)[:M] if out else x.new_zeros(0, w.shape[1])
+
+
+def fprop_reference(x_codes, x_scales, w_codes, w_scales, bias, dtype):
+    x, w = x_codes.float(), w_codes.float()
+    N, K = w.shape
+    total = x.new_zeros(x.shape[0], N)
+    for k in range(cdiv(K, BLOCK)):
+        part = matmul_rows(x[:, k * BLOCK:(k + 1) * BLOCK], w[:, k * BLOCK:(k + 1) * BLOCK])
+        total += part * (x_scales[k][:, None] * w_scales[:, k].repeat_interleave(BLOCK)[:N])
+    return (total if bias is None else total + bias.float()).to(dtype)
+
+
+def wgrad_reference(dyt_codes, dyt_scales, xt_codes, xt_scales, out):
+    dyt, xt, total = dyt_codes.float(), xt_codes.float(), torch.zeros_like(out)
+    for m in range(dyt.shape[1] // BLOCK):
+        part = dyt[:, m * BLOCK:(m + 1) * BLOCK] @ xt[:, m * BLOCK:(m + 1) * BLOCK].t()
+        total += part * (dyt_scales[m][:, None] * xt_scales[m])
+    out += total
+
+
+@jit(do_not_specialize=["M", "x_quads"])
+def fprop_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, x_quads,
+                 N: tl.constexpr, K: tl.constexpr, W_SCALE_N: tl.constexpr, W_SCALE_K: tl.constexpr,
+                 TOKENS: tl.constexpr, FEATURES: tl.constexpr, SWAP: tl.constexpr):
+    """One program computes a tile of TOKENS x FEATURES of Y = X W^T + bias, over all of K.
+
+    FEATURES divides 128, so within a tile and a block of K the scale of W is one number. SWAP computes the transposed
+    tile W X^T: same sums, same bits, but the tensor core's 64 rows or more are then features, and tokens may be 16.
+    """
+    m_tiles = tl.cdiv(M, TOKENS)
+    n_tiles: tl.constexpr = (N + FEATURES - 1) // FEATURES
+    # Eight rows of tiles march through N together, so that their X and W stay in the L2 cache.
+    group = tl.program_id(0) // (8 * n_tiles) * 8
+    height = min(m_tiles - group, 8)
+    inside = tl.program_id(0) % (8 * n_tiles)
+    m0 = (group + inside % height) * TOKENS
+    n0 = inside // height * FEATURES
+    m, n = m0 + tl.arange(0, TOKENS), n0 + tl.arange(0, FEATURES)
+
+    total = tl.zeros((FEATURES, TOKENS) if SWAP else (TOKENS, FEATURES), tl.float32)
+    for block in range((K + 127) // 128):
+        x = x_codes.load([m0, block * 128])
+        w = w_codes.load([n0, block * 128])
+        s = tl.load(x_scales + block * (x_quads * 4) + m, mask=m < M, other=0)
+        s *= tl.load(w_scales + n0 // 128 * W_SCALE_N + block * W_SCALE_K)
+        # Promotion: the tensor core starts from zero every 128 of K, and one fma adds its sum to the FP32 total.
+        if SWAP:
+            total = tl.fma(tl.dot(w, x.T), s[None, :], total)
+        else:
+            total = tl.fma(tl.dot(x, w.T), s[:, None], total)
+
+    if SWAP:
+        total = total.T
+    if bias is not None:
+        total += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
+    offsets = m[:, None].to(tl.int64) * N + n
+    tl.store(y + offsets, total.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n < N))
+
+
+@jit(do_not_specialize=["groups"])
+def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.constexpr, K: tl.constexpr):
+    """One program adds a 128x128 tile of dY^T X to `out`, over all tokens in order: no split, no atomics."""
+    n_tiles: tl.constexpr = (N + 127) // 128
+    k_tiles: tl.constexpr = (K + 127) // 128
+    group = tl.program_id(0) // (8 * k_tiles) * 8  # as in fprop_kernel
+    height = min(n_tiles - group, 8)
+    inside = tl.program_id(0) % (8 * k_tiles)
+    n0, k0 = (group + inside % height) * 128, inside // height * 128
+    n, k = n0 + tl.arange(0, 128), k0 + tl.arange(0, 128)
+
+    total = tl.zeros((128, 128), tl.float32)
+    for block in range(groups):
+        dyt = dyt_codes.load([n0, block * 128])
+        xt = xt_codes.load([k0, block * 128])
+        s_dy = tl.load(dyt_scales + block.to(tl.int64) * N + n, mask=n < N, other=0)
+        s_x = tl.load(xt_scales + block.to(tl.int64) * K + k, mask=k < K, other=0)
+        total = tl.fma(tl.dot(dyt, xt.T), s_dy[:, None] * s_x, total)
+
+    offsets, mask = n[:, None].to(tl.int64) * K + k, (n[:, None] < N) & (k < K)
+    tl.store(out + offsets, tl.load(out + offsets, mask=mask) + total, mask=mask)
+
+
+def fprop_tile(M):
+    """(tokens, features, swap, warps, stages) for M tokens: any choice gives the same bits, this one is for speed.
+
+    Decode is bound by reading W. Narrow tiles of tokens waste no work, 64 features a program make many programs, and
+    a deep pipeline keeps many loads in flight. With many tokens the square tile reuses most.
+    """
+    if M <= 128:
+        tokens = max(16, min(64, triton.next_power_of_2(M)))
+        return tokens, 64, True, 4, 8 if tokens < 64 else 6
+    return 128, 128, False, 8, 4
+
+
+def fprop(x_codes, x_scales, w_codes, w_scales, bias=None, dtype=torch.bfloat16, tile=None):
+    """Y = X W^T: codes (M, K) and (N, K), scales (K/128, M) and (N/128, K/128), bias (N,) -> (M, N) of `dtype`.
+
+    DGrad is the same product: dX = dY W takes dY as X, and the transposed codes and scales of W as W. `tile`
+    overrides fprop_tile, for tests and benchmarks.
+    """
+    if not use_kernels(x_codes):
+        return fprop_reference(x_codes, x_scales, w_codes, w_scales, bias, dtype)
+    M, (N, K) = x_codes.shape[0], w_codes.shape
+    y = torch.empty(M, N, dtype=dtype, device=x_codes.device)
+    if M == 0:
+        return y
+    tokens, features, swap, warps, stages = tile or fprop_tile(M)
+    launch(fprop_kernel, cdiv(M, tokens) * cdiv(N, features),
+           TensorDescriptor.from_tensor(x_codes, [tokens, BLOCK]), TensorDescriptor.from_tensor(w_codes, [features, BLOCK]),
+           x_scales, w_scales, bias, y, M, x_scales.stride(0) // 4, N, K, *w_scales.stride(),
+           tokens, features, swap, num_warps=warps, num_stages=stages)
+    return y
+
+
+def wgrad(dyt_codes, dyt_scales, xt_codes, xt_scales, out):
+    """out (N, K) FP32 += dY^T X: codes (N, Mp) and (K, Mp), scales (Mp/128, N) and (Mp/128, K)."""
+    if not use_kernels(out):
+        return wgrad_reference(dyt_codes, dyt_scales, xt_codes, xt_scales, out)
+    (N, K), groups = out.shape, dyt_scales.shape[0]
+    if groups:
+        launch(wgrad_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK),
+               TensorDescriptor.from_tensor(dyt_codes, [BLOCK, BLOCK]), TensorDescriptor.from_tensor(xt_codes, [BLOCK, BLOCK]),
+               dyt_scales, xt_scales, out, groups, N, K, num_warps=8, num_stages=4)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+class Weight(nn.Module):
+    """One learnable tensor, as the forward pass reads it: `data` (dtype), E4M3 `codes` with `scales`, or both.
+
+    Not an nn.Parameter: FP8 codes cannot carry a gradient, and the full-precision master belongs to the optimizer.
+    The backward functions below add to `grad` (FP32, `shape`) themselves. Writes keep the addresses, which captured
+    CUDA graphs read.
+    """
+
+    def __init__(self, shape, dtype=torch.bfloat16, device=None, keep="data"):
+        super().__init__()
+        if keep not in ("data", "codes", "both") or (keep != "data" and len(shape) != 2):
+            raise ValueError(f"Weight(shape={tuple(shape)}, keep={keep!r}): keep is 'data', or for a matrix 'codes' or 'both'")
+        self.shape, self.grad = torch.Size(shape), None
+        fp8 = keep != "data"
+        blocks = [cdiv(n, BLOCK) for n in shape]
+        self.register_buffer("data", torch.zeros(shape, dtype=dtype, device=device) if keep != "codes" else None)
+        self.register_buffer("codes", empty_codes(*shape, device).zero_() if fp8 else None)
+        self.register_buffer("scales", torch.ones(blocks, dtype=torch.float32, device=device) if fp8 else None)
+
+    def write(self, full):
+        """Take new values, in place. With `data` kept, the codes are made from the rounded data: what both read."""
+        if full.shape != self.shape:
+            raise ValueError(f"Weight.write: got shape {tuple(full.shape)}, this weight is {tuple(self.shape)}")
+        if self.data is not None:
+            self.data.copy_(full)
+            full = self.data
+        if self.codes is not None:
+            quantize_blocks(full.to(self.codes.device), out=(self.codes, self.scales))
+
+    def full(self):
+        """The FP32 values that the forward pass sees."""
+        return self.data.float() if self.data is not None else dequantize_blocks(self.codes, self.scales)
+
+    def gradient(self):
+        """`grad`, allocated as zeros on first use."""
+        if self.grad is None:
+            device = (self.codes if self.data is None else self.data).device
+            self.grad = torch.zeros(self.shape, dtype=torch.float32, device=device)
+        return self.grad
+
+    def add_grad(self, g):
+        self.gradient().add_(g)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ordered sums, for gradients of biases and norm weights
+
+
+@jit(do_not_specialize=["M"])
+def sum_rows_kernel(x, out, M, C: tl.constexpr, X_LINE: tl.constexpr, CHUNK: tl.constexpr, ADD: tl.constexpr):
+    """One program sums CHUNK rows of 128 columns of x, in ascending steps of 32 rows; ADD: onto what `out` holds."""
+    c = tl.program_id(0) % tl.cdiv(C, 128) * 128 + tl.arange(0, 128)
+    chunk = tl.program_id(0) // tl.cdiv(C, 128)
+    total = tl.zeros((32, 128), tl.float32)
+    for row in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, M), 32):
+        m = row + tl.arange(0, 32)[:, None]
+        total += tl.load(x + m.to(tl.int64) * X_LINE + c, mask=(m < M) & (c < C), other=0).to(tl.float32)
+    out += chunk * C + c
+    total = tl.sum(total, 0)
+    if ADD:
+        total += tl.load(out, mask=c < C)
+    tl.store(out, total, mask=c < C)
+
+
+def sum_rows(x, out):
+    """out (C,) FP32 += sum of the rows of x (M, C), in an order that depends on M alone."""
+    if not use_kernels(x):
+        out += x.float().sum(0)
+        return
+    (M, C), x, chunk = x.shape, unit_stride(x), 256
+    while M > chunk:  # partial sums of 256 rows, side by side on the GPU, then the sum of those
+        partial = torch.empty(cdiv(M, chunk), C, device=x.device)
+        launch(sum_rows_kernel, cdiv(C, BLOCK) * len(partial), x, partial, M, C, x.stride(0), chunk, False)
+        x, M = partial, len(partial)
+    launch(sum_rows_kernel, cdiv(C, BLOCK), x, out, M, C, x.stride(0), chunk, True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Residual sum and RMSNorm, fused with the quantizer
+
+
+def norm_reference(h, delta, w, eps):
+    """-> h_new (M, C), rstd (M,) FP32, y (M, C)."""
+    if delta is not None:
+        h = (h.float() + delta.float()).to(h.dtype)
+    x = h.float().contiguous()  # the norm sees the rounded sum, the value that the backward pass will find
+    rstd = 1 / torch.sqrt(x.square().sum(-1) / x.shape[1] + eps)
+    return h, rstd, norm_output_reference(h, rstd, w)
+
+
+def norm_output_reference(h, rstd, w):
+    return (h.float() * rstd[:, None] * w.float()).to(h.dtype)
+
+
+def norm_backward_reference(dy, dh, h, rstd, w):
+    """-> dh plus the gradient through the norm (M, C), rounded once; gradient of w (C,)."""
+    g, xhat = dy.float() * w.float(), h.float() * rstd[:, None]
+    dx = rstd[:, None] * (g - xhat * ((g * xhat).sum(-1, keepdim=True) / h.shape[1]))
+    return (dh.float() + dx).to(h.dtype), (dy.float() * xhat).sum(0)
+
+
+@jit(do_not_specialize=["quads"])
+def norm_kernel(h, delta, w, h_new, rstd, y, codes, scales, quads, eps,
+                C: tl.constexpr, GROUPS: tl.constexpr, CODES_LINE: tl.constexpr):
+    """One program norms one row, held as (GROUPS, 128): h_new = h + delta, y = h_new rstd w, or codes and scales of y."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    c = group[:, None] * 128 + tl.arange(0, 128)
+    x = tl.load(h + row * C + c, mask=c < C, other=0).to(tl.float32)
+    if delta is not None:
+        x += tl.load(delta + row * C + c, mask=c < C, other=0).to(tl.float32)
+        rounded = x.to(h.dtype.element_ty)
+        tl.store(h_new + row * C + c, rounded, mask=c < C)
+        x = rounded.to(tl.float32)
+    mean = tl.div_rn(tl.sum(tl.sum(x * x, 1), 0), C * 1.0)
+    r = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    tl.store(rstd + row, r)
+    out = (x * r * tl.load(w + c, mask=c < C, other=0).to(tl.float32)).to(h.dtype.element_ty)
+    if codes is None:
+        tl.store(y + row * C + c, out, mask=c < C)
+    else:
+        q, s = encode(out.to(tl.float32), 1)
+        tl.store(codes + row * CODES_LINE + c, q, mask=c < C)
+        tl.store(scales + group * (quads * 4) + row, s, mask=group * 128 < C)
+
+
+@jit(do_not_specialize=["M"])
+def norm_backward_kernel(dy, dh, h, rstd, w, dx, partial, M,
+                         C: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """One program takes ROWS rows in turn: dx = dh + rstd (g - xhat mean(g xhat)) with g = dy w, xhat = h rstd.
+
+    The gradient of w sums dy xhat over the program's rows, in registers, into its line of `partial`.
+    """
+    c = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)
+    weight = tl.load(w + c, mask=c < C, other=0).to(tl.float32)
+    dw = tl.zeros((GROUPS, 128), tl.float32)
+    first = tl.program_id(0) * ROWS
+    for row in range(first, min(first + ROWS, M)):
+        offsets = row.to(tl.int64) * C + c
+        r = tl.load(rstd + row)
+        xhat = tl.load(h + offsets, mask=c < C, other=0).to(tl.float32) * r
+        grad = tl.load(dy + offsets, mask=c < C, other=0).to(tl.float32)
+        dw += grad * xhat
+        g = grad * weight
+        mean = tl.div_rn(tl.sum(tl.sum(g * xhat, 1), 0), C * 1.0)
+        # The residual's gradient is added in FP32: one rounding on the way down the residual stream.
+        out = tl.load(dh + offsets, mask=c < C, other=0).to(tl.float32) + r * (g - xhat * mean)
+        tl.store(dx + offsets, out.to(dx.dtype.element_ty), mask=c < C)
+    tl.store(partial + tl.program_id(0).to(tl.int64) * C + c, dw, mask=c < C)
+
+
+def norm_config(C):
+    """Row layout for width C: (groups of 128, rounded up to a power of two), warps. The width alone decides."""
+    groups = triton.next_power_of_2(cdiv(C, BLOCK))
+    return groups, max(1, min(16, groups // 4))
+
+
+def aligned(x):
+    """x with contiguous rows that start on 16 bytes: otherwise loads, and with them the order of a sum, change."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def norm_forward(h, delta, w, eps, quantize):
+    """-> h_new, rstd, and y (M, C), which is row-wise (codes, scales) when `quantize`."""
+    if not use_kernels(h):
+        h, rstd, y = norm_reference(h, delta, w.data, eps)
+        return h, rstd, quantize_rows(y) if quantize else y
+    (M, C), h = h.shape, aligned(h)
+    groups, warps = norm_config(C)
+    h_new = h if delta is None else torch.empty_like(h)
+    rstd = torch.empty(M, dtype=torch.float32, device=h.device)
+    y = codes = scales = None
+    if quantize:
+        codes, scales = empty_codes(M, C, h.device), empty_scales(cdiv(C, BLOCK), M, h.device)
+    else:
+        y = torch.empty_like(h)
+    if M:
+        launch(norm_kernel, M, h, None if delta is None else aligned(delta), w.data, h_new, rstd, y, codes, scales,
+               cdiv(M, 4), eps, C, groups, round_up(C, 16), num_warps=warps)
+    return h_new, rstd, (codes, scales) if quantize else y
+
+
+def norm_operand(h, rstd, w, eps, cols):
+    """The norm's output computed again, as WGrad reads it: column-wise (codes, scales) when `cols`, else y (M, C)."""
+    if not use_kernels(h):
+        y = norm_output_reference(h, rstd, w.data)
+        return quantize_cols(y) if cols else y
+    return quantize(h, rows=False, cols=True, norm_w=w.data, rstd=rstd)[1] if cols else norm_forward(h, None, w, eps, False)[2]
+
+
+def norm_backward(dy, dh, h, rstd, w):
+    """Gradients of y = h rstd w: returns dh plus its gradient through the norm; adds to w.grad."""
+    if not use_kernels(h):
+        dx, dw = norm_backward_reference(dy, dh, h, rstd, w.data)
+        w.add_grad(dw)
+        return dx
+    (M, C), rows = h.shape, 16
+    groups, warps = norm_config(C)
+    dx, partial = torch.empty_like(h), torch.empty(cdiv(M, rows), C, dtype=torch.float32, device=h.device)
+    if M:
+        launch(norm_backward_kernel, len(partial), aligned(dy), aligned(dh), h, rstd, w.data, dx, partial, M,
+               C, groups, rows, num_warps=warps)
+    sum_rows(partial, w.gradient())
+    return dx
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# SwiGLU, fused with the quantizer
+
+
+def swiglu_reference(gate_up):
+    gate, up = gate_up.float().chunk(2, -1)
+    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+
+def swiglu_backward_reference(dy, gate_up):
+    gate, up = gate_up.float().chunk(2, -1)
+    s = 1 / (1 + torch.exp(-gate))
+    d_gate = dy.float() * up * (s * (1 + gate * (1 - s)))
+    return torch.cat((d_gate, dy.float() * (gate * s)), -1).to(gate_up.dtype)
+
+
+@jit(do_not_specialize=["M", "quads"])
+def swiglu_kernel(gate_up, y, codes, scales, quads, M, K: tl.constexpr, CODES_LINE: tl.constexpr, TILE: tl.constexpr):
+    """One program computes silu(gate) up for TILE tokens by 128 features, and stores it or its codes and scales."""
+    blocks: tl.constexpr = (K + 127) // 128
+    i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    m, k = i * TILE + tl.arange(0, TILE), j * 128 + tl.arange(0, 128)
+    mask = (m[:, None] < M) & (k < K)
+    source = gate_up + m[:, None].to(tl.int64) * (2 * K) + k
+    gate = tl.load(source, mask=mask, other=0).to(tl.float32)
+    out = tl.div_rn(gate, 1 + tl.exp(-gate)) * tl.load(source + K, mask=mask, other=0).to(tl.float32)
+    out = out.to(gate_up.dtype.element_ty)  # rounded first: the value that WGrad's operand is made from
+    if codes is None:
+        tl.store(y + m[:, None].to(tl.int64) * K + k, out, mask=mask)
+    else:
+        store_rows(out.to(tl.float32), codes, scales, quads, j, m, k, M, K, CODES_LINE)
+
+
+@jit(do_not_specialize=["M"])
+def swiglu_backward_kernel(dy, gate_up, d_gate_up, y, codes_t, scales_t, M, K: tl.constexpr,
+                           TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Gradients of gate and up for TILE tokens by WIDTH features; and the product once more, for WGrad, as its factors
+    are at hand: column-wise codes and scales (TILE is 128 then), or y."""
+    blocks: tl.constexpr = (K + WIDTH - 1) // WIDTH
+    i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    m, k = i * TILE + tl.arange(0, TILE), j * WIDTH + tl.arange(0, WIDTH)
+    mask = (m[:, None] < M) & (k < K)
+    narrow, wide = m[:, None].to(tl.int64) * K + k, m[:, None].to(tl.int64) * (2 * K) + k
+    gate = tl.load(gate_up + wide, mask=mask, other=0).to(tl.float32)
+    up = tl.load(gate_up + wide + K, mask=mask, other=0).to(tl.float32)
+    d = tl.load(dy + narrow, mask=mask, other=0).to(tl.float32)
+    denominator = 1 + tl.exp(-gate)
+    s = tl.div_rn(1.0, denominator)
+    dtype = gate_up.dtype.element_ty
+    tl.store(d_gate_up + wide, (d * up * (s * (1 + gate * (1 - s)))).to(dtype), mask=mask)
+    tl.store(d_gate_up + wide + K, (d * (gate * s)).to(dtype), mask=mask)
+    out = (tl.div_rn(gate, denominator) * up).to(dtype)  # as the forward kernel computes it, to the bit
+    if codes_t is None:
+        tl.store(y + narrow, out, mask=mask)
+    else:
+        store_cols(out.to(tl.float32), codes_t, scales_t, tl.cdiv(M, 128), i, m, k, K)
+
+
+def swiglu_forward(gate_up, quantize):
+    """gate_up (M, 2K) -> silu(gate) * up (M, K), rounded once; row-wise (codes, scales) of that when `quantize`."""
+    if not use_kernels(gate_up):
+        y = swiglu_reference(gate_up)
+        return quantize_rows(y) if quantize else y
+    M, K, gate_up, device = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.contiguous(), gate_up.device
+    y = codes = scales = None
+    if quantize:
+        codes, scales = empty_codes(M, K, device), empty_scales(cdiv(K, BLOCK), M, device)
+    else:
+        y = torch.empty(M, K, dtype=gate_up.dtype, device=device)
+    tile = 32 if M > 64 else 16
+    if M:
+        launch(swiglu_kernel, cdiv(M, tile) * cdiv(K, BLOCK), gate_up, y, codes, scales, cdiv(M, 4), M,
+               K, round_up(K, 16), tile, num_warps=4)
+    return (codes, scales) if quantize else y
+
+
+def swiglu_backward(dy, gate_up, cols):
+    """dy (M, K), gate_up (M, 2K) -> its gradient (M, 2K), and the product as WGrad reads it: column-wise (codes,
+    scales) when `cols`, else y (M, K)."""
+    if not use_kernels(dy):
+        y = swiglu_reference(gate_up)
+        return swiglu_backward_reference(dy, gate_up), quantize_cols(y) if cols else y
+    (M, K), gate_up, dy = dy.shape, gate_up.contiguous(), dy.contiguous()
+    d_gate_up, y, codes, scales, Mp = torch.empty_like(gate_up), None, None, None, round_up(M, BLOCK)
+    if cols:
+        codes, scales = empty_codes(K, Mp, dy.device), torch.empty(Mp // BLOCK, K, device=dy.device)
+    else:
+        y = torch.empty_like(dy)
+    tile, width, warps = (BLOCK, 64, 16) if cols else (16, BLOCK, 4)
+    if M:
+        launch(swiglu_backward_kernel, cdiv(M, tile) * cdiv(K, width), dy, gate_up, d_gate_up, y, codes, scales, M,
+               K, tile, width, num_warps=warps)
+    return d_gate_up, (codes, scales) if cols else y
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Linear layers with gradients
+
+
+def is_fp8(w, fp8):
+    """Whether a layer with weight `w` runs in FP8; None asks the weight what it keeps."""
+    fp8 = (w.data is None) if fp8 is None else fp8
+    if (w.codes if fp8 else w.data) is None:
+        raise ValueError(f"linear(fp8={fp8}) on a {tuple(w.shape)} weight that keeps no "
+                         f"{'codes' if fp8 else 'data'}: make it with Weight(keep='both')")
+    return fp8
+
+
+def forward_product(x, w, bias, fp8, dtype):
+    """x W^T + bias, x being (codes, scales) when `fp8`."""
+    b = None if bias is None else bias.data
+    if fp8:
+        return fprop(*x, w.codes, w.scales, b, dtype)
+    if x.is_cuda:
+        return F.linear(x, w.data, b)
+    y = matmul_rows(x, w.data)
+    return (y if b is None else y + b.float()).to(dtype)
+
+
+def backward_input(dy, w, bias, fp8):
+    """-> dX = dY W, and dY as WGrad reads it: column-wise (codes, scales) when `fp8`. Adds to bias.grad."""
+    dy = dy.contiguous()
+    if bias is not None:
+        sum_rows(dy, bias.gradient())
+    if fp8:
+        rows, cols = quantize_rows_cols(dy)
+        return fprop(*rows, transpose_codes(w.codes), w.scales.t(), dtype=dy.dtype), cols
+    return (dy @ w.data if dy.is_cuda else matmul_rows(dy, w.data.t()).to(dy.dtype)), dy
+
+
+def backward_weight(dy, x, w, fp8):
+    """w.grad += dY^T X, both as WGrad reads them."""
+    if fp8:
+        wgrad(*dy, *x, w.gradient())
+    elif dy.is_cuda:
+        w.add_grad(torch.mm(dy.t(), x, out_dtype=torch.float32))
+    else:
+        w.add_grad(dy.float().t() @ x.float())
+
+
+class LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, bias, fp8):
+        ctx.save_for_backward(x)
+        ctx.args = w, bias, fp8
+        return forward_product(quantize_rows(x) if fp8 else x, w, bias, fp8, x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,), (w, bias, fp8) = ctx.saved_tensors, ctx.args
+        dx, dy = backward_input(dy, w, bias, fp8)
+        backward_weight(dy, quantize_cols(x) if fp8 else x, w, fp8)
+        return dx, None, None, None
+
+
+class NormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, delta, w, eps):
+        h_new, rstd, y = norm_forward(h, delta, w, eps, quantize=False)
+        ctx.save_for_backward(h_new, rstd)
+        ctx.w, ctx.has_delta = w, delta is not None
+        return h_new if ctx.has_delta else h_new.view_as(h_new), y
+
+    @staticmethod
+    def backward(ctx, dh, dy):
+        h, rstd = ctx.saved_tensors
+        dh = norm_backward(dy, dh, h, rstd, ctx.w)
+        return dh, dh if ctx.has_delta else None, None, None
+
+
+class NormLinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, delta, norm_w, eps, w, bias, fp8):
+        h_new, rstd, x = norm_forward(h, delta, norm_w, eps, quantize=fp8)
+        ctx.save_for_backward(h_new, rstd)
+        ctx.args = norm_w, eps, w, bias, fp8, delta is not None
+        y = forward_product(x, w, bias, fp8, h.dtype)
+        return h_new if delta is not None else h_new.view_as(h_new), y
+
+    @staticmethod
+    def backward(ctx, dh, dy):
+        h, rstd = ctx.saved_tensors
+        norm_w, eps, w, bias, fp8, has_delta = ctx.args
+        dx, dy = backward_input(dy, w, bias, fp8)
+        backward_weight(dy, norm_operand(h, rstd, norm_w, eps, cols=fp8), w, fp8)
+        dh = norm_backward(dx, dh, h, rstd, norm_w)
+        return dh, dh if has_delta else None, None, None, None, None, None
+
+
+class SwigluLinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up, w, fp8):
+        ctx.save_for_backward(gate_up)
+        ctx.args = w, fp8
+        return forward_product(swiglu_forward(gate_up, quantize=fp8), w, None, fp8, gate_up.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (gate_up,), (w, fp8) = ctx.saved_tensors, ctx.args
+        dx, dy = backward_input(dy, w, None, fp8)
+        d_gate_up, x = swiglu_backward(dx, gate_up, cols=fp8)
+        backward_weight(dy, x, w, fp8)
+        return d_gate_up, None, None
+
+
+def norm(h, delta, w, eps):
+    """h_new = h + delta (delta None: h), y = rmsnorm(h_new) w: (M, C) each, both rounded to h.dtype once."""
+    return NormFunction.apply(h, delta, w, eps)
+
+
+def norm_linear(h, delta, norm_w, eps, w, bias=None, fp8=False):
+    """-> h_new as by `norm`, y = linear(norm output, w, bias) (M, N); in FP8 the norm writes the codes itself."""
+    return NormLinearFunction.apply(h, delta, norm_w, eps, w, bias, is_fp8(w, fp8))
+
+
+def swiglu_linear(gate_up, w, fp8=False):
+    """gate_up (M, 2F) -> linear(silu(gate) * up, w) (M, N); in FP8 the product goes straight to codes."""
+    return SwigluLinearFunction.apply(gate_up, w, is_fp8(w, fp8))
+
+
+def linear(x, w, bias=None, fp8=None):
+    """x (M, K), w Weight (N, K), bias Weight (N,) or None -> (M, N) of x.dtype. fp8=None: FP8 if w keeps only codes."""
+    return LinearFunction.apply(x, w, bias, is_fp8(w, fp8))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizer
+
+
+def adamw_reference(p, m, v, g, clip, finite, rate, rescale, betas, eps, decay):
+    """In place: m, v, and p = p decay - rate m / (sqrt(v) rescale + eps); nothing at all unless `finite`."""
+    if finite == 0:
+        return
+    g = g * clip
+    m.copy_(m * betas[0] + g * (1 - betas[0]))
+    v.copy_(v * betas[1] + g * g * (1 - betas[1]))
+    p.copy_(p * decay - rate * m / (v.sqrt() * rescale + eps))
+
+
+@jit
+def adamw_kernel(p, m, v, g, control, data, codes, scales, beta1, beta2, rest1, rest2, eps, decay,
+                 N: tl.constexpr, K: tl.constexpr, CODES_LINE: tl.constexpr, ROWS: tl.constexpr):
+    """One program updates a 128x128 tile of master p and moments m, v, and writes it to `data` and `codes`.
+
+    The tile goes by in chunks of ROWS rows, to fit the registers. Its codes need the amax of all of it, so p is read
+    a second time, from the cache. rest1 and rest2 are 1 - beta1 and 1 - beta2, made on the host in FP64.
+    """
+    clip, rate, rescale = tl.load(control), tl.load(control + 2), tl.load(control + 3)
+    if tl.load(control + 1) == 0:  # a gradient was not finite: skip the update, moments included
+        return
+    tile = tl.program_id(0)
+    n = tile // tl.cdiv(K, 128) * 128 + tl.arange(0, ROWS)[:, None]
+    k = tile % tl.cdiv(K, 128) * 128 + tl.arange(0, 128)
+    peak = tl.zeros((ROWS, 128), tl.int32)
+    for row in range(0, 128, ROWS):
+        at, mask = (n + row).to(tl.int64) * K + k, (n + row < N) & (k < K)
+        grad = tl.load(g + at, mask=mask, other=0) * clip
+        m_new = tl.load(m + at, mask=mask, other=0) * beta1 + grad * rest1
+        v_new = tl.load(v + at, mask=mask, other=0) * beta2 + grad * grad * rest2
+        tl.store(m + at, m_new, mask=mask)
+        tl.store(v + at, v_new, mask=mask)
+        step = tl.div_rn(rate * m_new, tl.sqrt_rn(v_new) * rescale + eps)
+        value = tl.load(p + at, mask=mask, other=0) * decay - step
+        tl.store(p + at, value, mask=mask)
+        if data is not None:
+            rounded = value.to(data.dtype.element_ty)
+            tl.store(data + at, rounded, mask=mask)
+            value = rounded.to(tl.float32)  # with both kept, the codes are those of the rounded data
+        peak = tl.maximum(peak, tl.where(mask, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+    if codes is not None:
+        scale = scale_of(tl.max(tl.max(peak, 1), 0).to(tl.float32, bitcast=True))
+        tl.store(scales + tile, scale)
+        tl.debug_barrier()  # what another thread of this program wrote is read below
+        for row in range(0, 128, ROWS):
+            at, mask = (n + row).to(tl.int64) * K + k, (n + row < N) & (k < K)
+            value = tl.load((p if data is None else data) + at, mask=mask, other=0).to(tl.float32)
+            tl.store(codes + (n + row).to(tl.int64) * CODES_LINE + k, codes_of(value, scale), mask=mask)
+
+
+class AdamW:
+    """AdamW with FP32 masters and moments, which writes the weights of the forward pass in the same pass.
+
+    A master starts as what its weight holds, for codes already rounded: call load() with the full-precision values.
+    Gradients are views of one buffer: one call measures them all, one clears them. Clip factor, step count and the
+    non-finite flag stay on the device, so the host never waits.
+    """
+
+    def __init__(self, weights, betas, eps, weight_decay, decay):
+        """weights: name -> Weight. decay(name): whether weight_decay applies to that weight."""
+        self.weights = {}
+        for name, w in weights.items():
+            if all(w is not other for other in self.weights.values()):  # a tied weight is updated once
+                self.weights[name] = w
+        self.betas, self.eps = betas, eps
+        self.decay = {name: weight_decay if decay(name) else 0.0 for name in self.weights}
+        sizes = [round_up(w.shape.numel(), 4) for w in self.weights.values()]  # every view starts on 16 bytes
+        device = next(buffer.device for w in self.weights.values() for buffer in w.buffers())
+        self.grads = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self.master, self.m, self.v = {}, {}, {}
+        for (name, w), part in zip(self.weights.items(), self.grads.split(sizes)):
+            w.grad = part[:w.shape.numel()].view(w.shape)
+            self.master[name] = w.full().clone()
+            self.m[name], self.v[name] = torch.zeros_like(w.grad), torch.zeros_like(w.grad)
+        self.steps = torch.zeros((), dtype=torch.int64, device=device)
+
+    def load(self, pairs):
+        """First values of the masters, from (name, full-precision tensor) pairs; writes the weights from them."""
+        missing = set(self.weights)
+        for name, full in pairs:
+            if name in self.weights:
+                self.master[name].copy_(full)
+                self.weights[name].write(self.master[name])
+                missing.discard(name)
+        if missing:
+            raise ValueError(f"AdamW.load: no tensor for {sorted(missing)[:4]}; every weight needs its first value")
+
+    @torch.no_grad()
+    def step(self, lr, max_norm):
+        """Update with the accumulated gradients, clipped to global norm `max_norm`, then clear them.
+
+        Returns (grad_norm, finite), tensors on the device. A gradient that is not finite skips the whole update.
+        """
+        norm = torch.linalg.vector_norm(self.grads)  # no atomics: the order depends on the size of the buffer alone
+        finite = torch.isfinite(norm)
+        self.steps += finite
+        t = self.steps.double()
+        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        # Bias correction in FP64: 1 - beta2^t loses half its digits in FP32 while t is small.
+        rate, rescale = lr / (1 - self.betas[0] ** t), (1 - self.betas[1] ** t) ** -0.5
+        control = torch.stack([clip.double(), finite.double(), rate, rescale]).float()
+        for name, w in self.weights.items():
+            self.update(name, w, control, 1 - lr * self.decay[name])
+        self.grads.zero_()
+        return norm, finite
+
+    def update(self, name, w, control, decay):
+        tensors = self.master[name], self.m[name], self.v[name], w.grad
+        if not use_kernels(w.grad):
+            adamw_reference(*tensors, *control, self.betas, self.eps, decay)
+            return w.write(self.master[name])
+        N, K = w.shape if len(w.shape) == 2 else (1, w.shape.numel())  # a vector is a matrix of one row
+        beta1, beta2 = self.betas
+        launch(adamw_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK), *tensors, control, w.data, w.codes, w.scales, beta1, beta2,
+               1 - beta1, 1 - beta2, self.eps, decay, N, K, 0 if w.codes is None else w.codes.stride(0), 32, num_warps=8)
+
+    def state(self):
+        """Tensors for a checkpoint: master.NAME, m.NAME, v.NAME, step."""
+        parts = {"master": self.master, "m": self.m, "v": self.v}
+        return {f"{part}.{name}": x for part, group in parts.items() for name, x in group.items()} | {"step": self.steps}
+
+    def load_state(self, state):
+        """Resume from state(): the weights, written from the masters, get the bits that they had."""
+        mine = self.state()
+        if mine.keys() != state.keys():
+            raise ValueError(f"optimizer state: {sorted(mine.keys() ^ state.keys())[:4]} on one side only; "
+                             "resume with the model and precision that saved it")
+        for key, tensor in mine.items():
+            tensor.copy_(state[key])
+        for name, w in self.weights.items():
+            w.write(self.master[name])

@@ -1,0 +1,594 @@
+"""
+Train a language model by GRPO, with the sampler and the trainer in one process on one GPU.
+
+    python train.py                                        # a small model from nothing: supervised phase, then GRPO
+    python train.py --model=Qwen/Qwen3-0.6B --task=jsonl --data=train.jsonl,test.jsonl
+    python train.py --out=runs/mine --resume               # go on where a run was stopped
+
+This file holds what touches the disk or the clock. One step is five phases, and the loop at the end reads as such:
+rollout (rollout.py), reward and advantage (grpo.py), update (model.py and fp8.py), log. `--precision` chooses what
+multiplies in FP8; in `fp8`, the default, the log-probabilities of sampler and trainer are compared bit by bit on every
+token of each step's first update, and a difference stops the run.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import time
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import fp8
+import grpo
+import model as model_file
+from model import Tokenizer, Transformer, token_logprobs
+from rollout import Sampler
+
+# ---- configuration ----------------------------------------------------------------------------------------------
+
+
+def opt(default, help):
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclasses.dataclass
+class Config:
+    """Every flag of the command line. None: chosen by PRESETS for the device and the model."""
+
+    # what is trained, on what
+    model: str = opt("", "checkpoint folder or Hugging Face name; empty: a small model from random weights")
+    task: str = opt("sum", f"one of {', '.join(grpo.TASKS)}")
+    data: str = opt("", "for --task=jsonl: TRAIN.jsonl,HELDOUT.jsonl with fields question and answer")
+    difficulty: int = opt(None, "for generated tasks: number of terms, which sets the length of the worked steps")
+    precision: str = opt("fp8", "bf16, fp8-rollout (only the sampler in FP8) or fp8 (one FP8 flow for both)")
+    device: str = opt("", "cuda or cpu; empty: cuda if there is one")
+    seed: int = opt(0, "seed of weights, problems and samples")
+    layers: int = opt(None, "layers of the small model")
+    width: int = opt(None, "hidden size of the small model")
+    # supervised phase
+    sft_steps: int = opt(None, "supervised steps on worked solutions before GRPO (0: none)")
+    sft_batch: int = opt(None, "solutions a supervised step")
+    sft_lr: float = opt(None, "peak learning rate of the supervised phase")
+    # GRPO
+    steps: int = opt(None, "GRPO steps")
+    prompts: int = opt(None, "problems a step")
+    samples: int = opt(None, "completions a problem: one group")
+    updates: int = opt(1, "optimizer updates a step, each on its share of the problems")
+    max_new_tokens: int = opt(None, "longest completion, in tokens")
+    temperature: float = opt(1.0, "of the training samples, in sampler and trainer alike")
+    lr: float = opt(None, "peak learning rate of GRPO")
+    warmup: int = opt(5, "steps over which the learning rate rises linearly")
+    decay: float = opt(0.0, "share of the learning rate that is lost, linearly, by the last step")
+    weight_decay: float = opt(0.0, "AdamW's, on matrices")
+    beta1: float = opt(0.9, "AdamW's decay of the first moment")
+    beta2: float = opt(0.95, "AdamW's decay of the second moment")
+    grad_clip: float = opt(1.0, "largest norm of the whole gradient")
+    clip_low: float = opt(0.2, "the ratio is clipped below 1 - clip_low")
+    clip_high: float = opt(0.28, "the ratio is clipped above 1 + clip_high")
+    normalize_std: bool = opt(False, "divide advantages by the group's standard deviation")
+    drop_truncated: bool = opt(False, "leave completions that reached max_new_tokens out of the loss")
+    kl: float = opt(0.0, "weight of the KL divergence to the policy that GRPO starts from (0: no second model)")
+    tis: float = opt(0.0, "with fp8-rollout: weigh tokens by min(TIS, old / sampler probability) (0: off)")
+    # engine
+    micro_tokens: int = opt(None, "tokens in one packed forward and backward pass")
+    recompute: bool = opt(False, "run each layer again in the backward pass instead of keeping its activations")
+    exact: str = opt("", "stop, warn or off when a log-prob differs; empty: stop in fp8 on Hopper or a CPU, else warn")
+    # evaluation, logging, saving
+    eval_every: int = opt(None, "steps between evaluations on held-out problems (0: only before and after)")
+    eval_problems: int = opt(256, "held-out problems of an evaluation, answered greedily")
+    sample_every: int = opt(20, "steps between printed completions (0: none)")
+    save_every: int = opt(50, "steps between checkpoints (0: only at the end)")
+    keep: int = opt(2, "checkpoints that are kept")
+    out: str = opt("", "run folder; empty: runs/TASK-PRECISION-TIME")
+    resume: bool = opt(False, "continue from the newest checkpoint in --out, if there is one")
+    wandb: str = opt("", "Weights & Biases project to log to as well (needs the package wandb)")
+    debug: bool = opt(False, "show the whole traceback of an error")
+
+
+# Values for flags that were not given: for the small model by device, else for a checkpoint.
+PRESETS = {
+    "cuda": dict(difficulty=4, layers=6, width=512, sft_steps=300, sft_batch=256, sft_lr=1e-3, steps=150, prompts=64,
+                 samples=16, max_new_tokens=128, lr=3e-4, micro_tokens=32768, eval_every=50),
+    "cpu": dict(difficulty=2, layers=2, width=128, sft_steps=150, sft_batch=64, sft_lr=3e-3, steps=60, prompts=16,
+                samples=8, max_new_tokens=40, lr=1e-3, micro_tokens=4096, eval_every=20),
+    "checkpoint": dict(difficulty=4, layers=0, width=0, sft_steps=0, sft_batch=64, sft_lr=1e-5, steps=100, prompts=32,
+                       samples=8, max_new_tokens=512, lr=1e-6, micro_tokens=16384, eval_every=0),
+}
+
+
+def parse(argv):
+    """Command line -> Config. An unknown flag is refused with the nearest name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    for f in dataclasses.fields(Config):
+        flag, text = "--" + f.name.replace("_", "-"), f.metadata["help"] + f" [{f.default}]"
+        if f.type is bool:
+            parser.add_argument(flag, default=f.default, help=text, action=argparse.BooleanOptionalAction)
+        else:
+            parser.add_argument(flag, type=f.type, default=f.default, help=text, metavar=f.name.upper())
+    known, unknown = parser.parse_known_args([a.replace("_", "-", a.split("=")[0].count("_")) if a.startswith("--")
+                                              else a for a in argv])
+    if unknown:
+        flags = [s for action in parser._actions for s in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1)
+        raise ValueError(f"unknown argument '{unknown[0]}'" + (f": did you mean {near[0]}?" if near else ": see --help"))
+    cfg = Config(**vars(known))
+    cfg.device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for name, value in PRESETS["checkpoint" if cfg.model else cfg.device.split(":")[0]].items():
+        if getattr(cfg, name) is None:
+            setattr(cfg, name, value)
+    cfg.out = cfg.out or f"runs/{cfg.task}-{cfg.precision}-{time.strftime('%Y%m%d-%H%M%S')}"
+    check(cfg)
+    return cfg
+
+
+def check(cfg):
+    """Refuse, in seconds and before anything is loaded, what cannot work."""
+    if cfg.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("--device=cuda, but torch sees no CUDA device: check the driver, or use --device=cpu")
+    choices = {"task": list(grpo.TASKS), "precision": model_file.PRECISIONS, "exact": ("", "stop", "warn", "off")}
+    for name, allowed in choices.items():
+        if getattr(cfg, name) not in allowed:
+            raise ValueError(f"--{name}={getattr(cfg, name)}: choose one of {', '.join(filter(None, allowed))}")
+    for name in ("prompts", "updates", "max_new_tokens", "micro_tokens", "keep", "difficulty", "eval_problems"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')}={getattr(cfg, name)}: must be at least 1")
+    if cfg.samples < 2:
+        raise ValueError(f"--samples={cfg.samples}: a group needs at least 2 completions, its mean is the baseline")
+    if cfg.updates > cfg.prompts:
+        raise ValueError(f"--updates={cfg.updates} is more than --prompts={cfg.prompts}: each update needs a problem")
+    if not cfg.temperature > 0:
+        raise ValueError(f"--temperature={cfg.temperature}: training samples need a temperature above 0")
+    if cfg.tis and cfg.precision != "fp8-rollout":
+        raise ValueError(f"--tis={cfg.tis} corrects the gap of --precision=fp8-rollout, not of {cfg.precision}")
+    if cfg.task == "jsonl" and not cfg.data:
+        raise ValueError("--task=jsonl needs --data=TRAIN.jsonl,HELDOUT.jsonl (GSM8K: github openai/grade-school-math)")
+
+
+# ---- packing ----------------------------------------------------------------------------------------------------
+
+
+def micro_batches(sequences, budget):
+    """Split (prompt ids, completion ids) pairs, in order, into runs of at most `budget` tokens (one sequence at least)."""
+    batch, used = [], 0
+    for sequence in sequences:
+        size = len(sequence[0]) + len(sequence[1]) - 1
+        if batch and used + size > budget:
+            yield batch
+            batch, used = [], 0
+        batch.append(sequence)
+        used += size
+    if batch:
+        yield batch
+
+
+def score(model, sequences, inv_temp):
+    """Log-probs of all completion tokens, one after the other: FP32 (N,). One packed pass, differentiable.
+
+    The hidden state at a token predicts the next one, so the last token of a sequence is never fed in.
+    """
+    device = inv_temp.device
+    tokens, rows, targets, lengths, start = [], [], [], [], 0
+    for prompt, completion in sequences:
+        tokens += prompt + completion[:-1]
+        targets += completion
+        lengths.append(len(prompt) + len(completion) - 1)
+        rows += range(start + len(prompt) - 1, start + lengths[-1])
+        start += lengths[-1]
+    hidden = model(torch.tensor(tokens, device=device), lengths)                      # (T, C)
+    hidden = hidden[torch.tensor(rows, device=device)]                                # (N, C)
+    return token_logprobs(hidden, model.head, torch.tensor(targets, device=device), inv_temp)
+
+
+# ---- the run ----------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Everything a run holds; its methods are the phases of the loop in `main`."""
+
+    def __init__(self, cfg):
+        self.cfg, self.step, self.skipped, self.silent, self.warned = cfg, 0, 0, 0, False
+        self.device = torch.device(cfg.device)
+        self.task = make_task(cfg)
+        self.start_clock = time.time()
+        if cfg.model:
+            folder = model_file.folder_from_name(cfg.model)
+            self.tokenizer = Tokenizer.from_pretrained(folder)
+            config = model_file.Config.from_folder(folder)
+        else:
+            self.tokenizer = Tokenizer.bytes()
+            config = small_config(cfg, self.tokenizer)
+        self.prepare_folder()
+        self.model = Transformer(config, cfg.precision, self.device, seed=None)
+        self.model.recompute = cfg.recompute
+        # The file, or the generator of random weights, is read twice: once for what the forward pass reads, once for
+        # the FP32 masters. The model alone never holds more than its own precision.
+        first = lambda: (model_file.read_tensors(folder, config) if cfg.model else self.model.random_tensors(cfg.seed))
+        self.model.load(first())
+        self.optimizer = fp8.AdamW(self.model.weights(), (cfg.beta1, cfg.beta2), 1e-8, cfg.weight_decay,
+                                   decay=lambda name: not name.endswith(("norm", "bias")))
+        self.optimizer.load(first())
+        self.sampler = Sampler(self.model)
+        self.inv_temp = torch.tensor([1.0 / cfg.temperature], device=self.device)
+        self.one = torch.ones(1, device=self.device)
+        self.reference = None
+        hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) == (9, 0)
+        self.exact = cfg.exact or ("stop" if cfg.precision == "fp8" and (hopper or self.device.type == "cpu") else "warn")
+
+    # ---- problems and sequences
+
+    def encode_prompt(self, example):
+        """Ids of a problem: through the checkpoint's chat template if it has one, else as plain text."""
+        if self.cfg.model and self.tokenizer.has_template:
+            return self.tokenizer.chat([{"role": "user", "content": example.prompt}])
+        return self.tokenizer.encode(example.prompt, parse_special=False)
+
+    def problems(self, first, count):
+        """`count` training examples from a running number on, in an order that depends on the seed alone."""
+        return [self.task.train(i) for i in range(first, first + count)]
+
+    # ---- phases
+
+    def rollout(self, examples):
+        """Sample a group for each example. Noise is keyed by the running number of the completion, so every step is fresh."""
+        cfg, first = self.cfg, self.step * self.cfg.prompts * self.cfg.samples
+        return self.sampler.generate([self.encode_prompt(e) for e in examples], cfg.samples, cfg.max_new_tokens,
+                                     cfg.temperature, cfg.seed, self.tokenizer.eos_ids,
+                                     keys=range(first, first + cfg.prompts * cfg.samples))
+
+    def learning_rate(self, step, peak, steps):
+        return peak * min(1.0, (step + 1) / max(1, self.cfg.warmup)) * (1.0 - self.cfg.decay * step / max(1, steps))
+
+    def supervised_step(self, step):
+        """One AdamW step on the mean -log p of worked solutions."""
+        cfg = self.cfg
+        examples = self.problems(step * cfg.sft_batch, cfg.sft_batch)
+        pairs = [(self.encode_prompt(e), self.tokenizer.encode(e.solution, parse_special=False) + self.tokenizer.eos_ids[:1])
+                 for e in examples]
+        total = sum(len(completion) for _, completion in pairs)
+        loss_sum = torch.zeros((), device=self.device)
+        for batch in micro_batches(pairs, cfg.micro_tokens):
+            loss = -score(self.model, batch, self.one).sum() / total
+            loss.backward()
+            loss_sum += loss.detach()
+        # The second half of the phase cools down linearly.
+        lr = cfg.sft_lr * min(1.0, (step + 1) / 20, 2 * (1 - step / cfg.sft_steps))
+        self.optimizer.step(lr, cfg.grad_clip)
+        return loss_sum
+
+    def old_logprobs(self, batch):
+        """The denominator of the ratio for one update's batch, (N,), or None for the trainer's own, detached.
+
+        In `fp8` the sampler's log-probs are the trainer's, so they are the old ones and no pass recomputes them. The
+        other precisions need a pass when the policy moves before the last update.
+        """
+        if self.cfg.precision == "fp8":
+            return batch["sampler"]
+        if self.cfg.updates == 1:
+            return None
+        return torch.cat(self.no_grad_scores(self.model, batch["sequences"]))
+
+    @torch.no_grad()
+    def no_grad_scores(self, model, sequences):
+        return [score(model, b, self.inv_temp) for b in micro_batches(sequences, self.cfg.micro_tokens)]
+
+    def update(self, batch, metrics):
+        """One optimizer update. The loss is divided by the token count of the whole update, known beforehand.
+
+        -> the trainer's log-probs (N,) before the update, gradient norm and finite flag, all still on the device.
+        """
+        cfg, at = self.cfg, 0
+        seen = [torch.empty(0, device=self.device)]
+        for micro in micro_batches(batch["sequences"], cfg.micro_tokens):
+            logp = score(self.model, micro, self.inv_temp)
+            part = slice(at, at + logp.numel())
+            at += logp.numel()
+            seen.append(logp.detach())
+            old = seen[-1] if batch["old"] is None else batch["old"][part]
+            weights = grpo.truncated_weights(old, batch["sampler"][part], cfg.tis) if cfg.tis else None
+            loss, sums = grpo.policy_loss(
+                logp, old, batch["advantages"][part], batch["sampler"].numel(), clip_low=cfg.clip_low,
+                clip_high=cfg.clip_high, weights=weights, ref_logp=batch["ref"][part] if cfg.kl else None,
+                kl_coef=cfg.kl)
+            loss.backward()
+            metrics.add(logp.numel(), sums)
+        norm, finite = self.optimizer.step(self.learning_rate(self.step, cfg.lr, cfg.steps), cfg.grad_clip)
+        return torch.cat(seen), norm, finite
+
+    def update_batches(self, prompts, rollout, advantages):
+        """Split a rollout into `updates` batches of whole groups; each a dict of sequences and per-token tensors (N,)."""
+        cfg, n, batches = self.cfg, self.cfg.samples, []
+        for u in range(cfg.updates):
+            index = [i * n + j for i in range(u, cfg.prompts, cfg.updates) for j in range(n)
+                     if not (cfg.drop_truncated and rollout.finish[i * n + j] == "length")]
+            lengths = torch.tensor([len(rollout.tokens[i]) for i in index], dtype=torch.int64)
+            batch = {"sequences": [(prompts[i // n], rollout.tokens[i]) for i in index], "index": index,
+                     "sampler": torch.cat([torch.empty(0)] + [rollout.logprobs[i] for i in index]).to(self.device),
+                     "advantages": advantages[index].repeat_interleave(lengths).to(self.device)}   # one a token
+            batch["old"] = self.old_logprobs(batch)
+            if cfg.kl:
+                batch["ref"] = torch.cat(self.no_grad_scores(self.reference_model(), batch["sequences"]))
+            batches.append(batch)
+        return batches
+
+    def reference_model(self):
+        """The policy that GRPO started from, loaded when the first KL term asks for it and never before."""
+        if self.reference is None:
+            folder = self.cfg.model or os.path.join(self.cfg.out, "start")
+            self.reference = Transformer.from_pretrained(folder, self.cfg.precision, self.device)
+        return self.reference
+
+    def check_exact(self, batch, trainer):
+        """The contract: sampler and trainer computed the same 32 bits for every token of the first update."""
+        if self.exact == "off" or (self.exact == "warn" and self.warned):
+            return
+        at = grpo.first_difference(batch["sampler"], trainer)
+        if at is None:
+            return
+        values = f"sampler {batch['sampler'][at].item():.9g}, trainer {trainer[at].item():.9g}"
+        sequence = 0
+        while at >= len(batch["sequences"][sequence][1]):
+            at -= len(batch["sequences"][sequence][1])
+            sequence += 1
+        prompt = len(batch["sequences"][sequence][0])
+        text = f"log-probs differ first at sequence {batch['index'][sequence]}, position {prompt + at}: {values}"
+        if self.exact == "stop":
+            raise RuntimeError(f"step {self.step}: {text}. The exact flow is broken; --exact=warn trains on regardless")
+        self.warned = True
+        print(f"note: {text} (expected in {self.cfg.precision}; said once, the dlogp columns go on)")
+
+    def evaluate(self, when):
+        """Greedy accuracy on held-out problems, printed and logged."""
+        examples, t0 = self.task.heldout, time.time()
+        rollout = self.sampler.generate([self.encode_prompt(e) for e in examples], 1, self.cfg.max_new_tokens, 0.0,
+                                        self.cfg.seed, self.tokenizer.eos_ids)
+        right = [e.reward(self.text(tokens)) for e, tokens in zip(examples, rollout.tokens)]
+        accuracy = sum(right) / len(right)
+        print(f"held-out accuracy {when}: {accuracy:.1%} of {len(right)} problems, greedy ({time.time() - t0:.1f} s)")
+        self.log({"kind": "eval", "step": self.step, "accuracy": accuracy, "problems": len(right),
+                  "truncated": rollout.finish.count("length") / len(right), "seconds": time.time() - t0})
+        return accuracy
+
+    def text(self, ids):
+        return self.tokenizer.decode([i for i in ids if i not in self.tokenizer.eos_ids])
+
+    # ---- disk
+
+    def prepare_folder(self):
+        """The run folder, writable, and a copy of the sources as they run."""
+        cfg = self.cfg
+        if os.path.isdir(cfg.out) and checkpoints(cfg.out) and not cfg.resume:
+            raise ValueError(f"--out={cfg.out} holds checkpoints of a run: add --resume to go on, or give another folder")
+        os.makedirs(os.path.join(cfg.out, "source"), exist_ok=True)
+        here = os.path.dirname(os.path.abspath(__file__))
+        for name in ("model.py", "fp8.py", "rollout.py", "grpo.py", "train.py"):
+            shutil.copy(os.path.join(here, name), os.path.join(cfg.out, "source", name))
+        with open(os.path.join(cfg.out, "config.json"), "w", encoding="utf-8") as f:
+            json.dump(dataclasses.asdict(cfg), f, indent=1)
+
+    def log(self, record):
+        """One JSON object a line. ASCII only, so that no odd text of a model can break a line."""
+        with open(os.path.join(self.cfg.out, "log.jsonl"), "a", encoding="utf-8") as f:
+            f.write(json.dumps(record) + "\n")
+        if self.cfg.wandb:
+            import wandb
+            if wandb.run is None:
+                wandb.init(project=self.cfg.wandb, config=dataclasses.asdict(self.cfg))
+            wandb.log({k: v for k, v in record.items() if isinstance(v, (int, float))}, step=self.step)
+
+    def save(self):
+        """A checkpoint: the policy as a Hugging Face folder, optimizer.safetensors and state.json beside it.
+
+        Everything is written into a folder of another name first; the rename makes it a checkpoint, whole or not at all.
+        """
+        folder = os.path.join(self.cfg.out, f"step-{self.step:06d}")
+        if os.path.isdir(folder):
+            return folder
+        part = os.path.join(self.cfg.out, ".saving")
+        shutil.rmtree(part, ignore_errors=True)
+        self.model.save_pretrained(part, self.optimizer.master.items())
+        self.tokenizer.save(part)
+        save_file(self.optimizer.state(), os.path.join(part, "optimizer.safetensors"))
+        with open(os.path.join(part, "state.json"), "w", encoding="utf-8") as f:
+            json.dump({"step": self.step, "skipped": self.skipped, "silent": self.silent}, f)
+        os.rename(part, folder)
+        for old in checkpoints(self.cfg.out)[:-self.cfg.keep]:
+            shutil.rmtree(os.path.join(self.cfg.out, old))
+        return folder
+
+    def restore(self):
+        """Go on from the newest checkpoint, if there is one: same weights, moments, counters, and so the same bits."""
+        found = checkpoints(self.cfg.out) if self.cfg.resume else []
+        if not found:
+            return False
+        folder = os.path.join(self.cfg.out, found[-1])
+        self.optimizer.load_state(load_file(os.path.join(folder, "optimizer.safetensors")))
+        with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
+            state = json.load(f)
+        self.step, self.skipped, self.silent = state["step"], state["skipped"], state["silent"]
+        path = os.path.join(self.cfg.out, "log.jsonl")
+        with open(path, encoding="utf-8") as f:      # lines of steps that the checkpoint does not know are run again
+            lines = [line for line in f if line.endswith("\n") and self.known(json.loads(line))]
+        with open(path + ".part", "w", encoding="utf-8") as f:
+            f.writelines(lines)
+        os.replace(path + ".part", path)
+        print(f"resumed from {folder}")
+        return True
+
+    def known(self, record):
+        return record["step"] < self.step or record["kind"] != "step" and record["step"] <= self.step
+
+
+def checkpoints(folder):
+    """Names of the whole checkpoints in a run folder, oldest first."""
+    return sorted(n for n in os.listdir(folder) if n.startswith("step-")) if os.path.isdir(folder) else []
+
+
+SMALL_CONTEXT = 16384     # positions of the small model: traces of thousands of bytes fit
+
+
+def make_task(cfg):
+    first = cfg.data.split(",") if cfg.task == "jsonl" else [cfg.difficulty]
+    return grpo.TASKS[cfg.task](*first, seed=cfg.seed, heldout=cfg.eval_problems)
+
+
+def small_config(cfg, tokenizer):
+    """A Qwen3 of the asked size, whose vocabulary is the tokenizer's; long enough for a prompt and its completion."""
+    return model_file.Config(
+        model_type="qwen3", vocab_size=tokenizer.vocab_size, hidden_size=cfg.width, intermediate_size=3 * cfg.width,
+        num_hidden_layers=cfg.layers, num_attention_heads=max(1, cfg.width // 64),
+        num_key_value_heads=max(1, cfg.width // 128), head_dim=64, max_position_embeddings=SMALL_CONTEXT,
+        rope_theta=10000.0, tie_word_embeddings=True, eos_token_id=tokenizer.eos_ids)
+
+
+# ---- what a person sees -----------------------------------------------------------------------------------------
+
+COLUMNS = " step  reward  solved  length |   mean |d|    max |d| | grad norm  entropy      loss |  roll s   tok/s | train s   tok/s |    GiB"
+
+
+def header(run):
+    """What runs, on what, and what it needs: the first lines of every log."""
+    cfg, c = run.cfg, run.model.config
+    cuda = run.device.type == "cuda"
+    name = torch.cuda.get_device_name(run.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
+                            cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip() if shutil.which("git") else ""
+    version = fp8.triton.__version__ if fp8.triton else "absent"
+    print(f"{name} | torch {torch.__version__}, triton {version}, Python {platform.python_version()} | commit {commit or '-'}")
+    if not cuda and not cfg.model:
+        print("no CUDA device: the toy size runs on the CPU, FP8 by its reference in plain torch")
+    count = sum(w.shape.numel() for w in run.model.weights().values())
+    print(f"{c.model_type}, {count / 1e6:.1f}M parameters, {c.num_hidden_layers} layers of {c.hidden_size}, vocabulary "
+          f"{c.vocab_size} | precision {cfg.precision}, exact={run.exact} | run folder {cfg.out}")
+    print(f"weights {sum(b.numel() * b.element_size() for b in run.model.buffers()) / 2**30:.2f} GiB, FP32 masters, moments "
+          f"and gradients {16 * count / 2**30:.2f} GiB, head scratch "
+          f"{1024 * c.vocab_size * 10 / 2**30:.2f} GiB; the sampler's pages come on top")
+    print(" ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v not in ("", None, False)))
+
+
+def step_line(r):
+    return (f"{r['step']:5d} {r['reward']:7.3f} {r['solved']:7.1%} {r['length']:7.1f} | {r['mean_dlogp']:10.2e} "
+            f"{r['max_dlogp']:10.2e} | {r['grad_norm']:9.3f} {r['entropy']:8.3f} {r['loss']:9.2e} | {r['t_rollout_s']:7.2f} "
+            f"{r['rollout_tok_per_s']:7.0f} | {r['t_train_s']:7.2f} {r['train_tok_per_s']:7.0f} | {r['mem_gib']:6.1f}")
+
+
+def supervised(run):
+    """The supervised phase: from random weights, or a base model, to one that sometimes earns a reward."""
+    t0 = time.time()
+    for step in range(run.cfg.sft_steps):
+        loss = run.supervised_step(step)
+        if step % max(1, run.cfg.sft_steps // 10) == 0 or step == run.cfg.sft_steps - 1:
+            print(f"supervised {step:5d} | loss {loss.item():.4f} | {time.time() - t0:.1f} s")
+            run.log({"kind": "supervised", "step": 0, "sft_step": step, "loss": loss.item()})
+
+
+def grpo_step(run):
+    """One step in five phases; returns the record of the log."""
+    cfg = run.cfg
+    synchronize = torch.cuda.synchronize if run.device.type == "cuda" else lambda: None
+    t0 = time.time()
+
+    # ---- rollout
+    examples = run.problems(cfg.sft_steps * cfg.sft_batch + run.step * cfg.prompts, cfg.prompts)
+    rollout = run.rollout(examples)
+    synchronize()
+    t1 = time.time()
+
+    # ---- reward
+    texts = [run.text(tokens) for tokens in rollout.tokens]
+    rewards = torch.tensor([examples[i // cfg.samples].reward(text) for i, text in enumerate(texts)])
+
+    # ---- advantage
+    advantages = grpo.advantages(rewards, cfg.samples, cfg.normalize_std)
+    prompts = [run.encode_prompt(e) for e in examples]
+    batches = run.update_batches(prompts, rollout, advantages)
+
+    # ---- update
+    metrics, results = grpo.Metrics(), []
+    for u, batch in enumerate(batches):
+        trainer, *result = run.update(batch, metrics)
+        results.append(result)
+        if u == 0:      # later updates score with moved weights: only the first can be compared
+            run.check_exact(batch, trainer)
+            gap = grpo.mismatch(batch["sampler"], trainer)
+    synchronize()
+    t2 = time.time()
+
+    # ---- log
+    if cfg.sample_every and run.step % cfg.sample_every == 0:
+        print(f"--- a completion of reward {rewards[0].item():g}: {examples[0].prompt!r} -> {texts[0]!r}")
+    return record(run, rollout, rewards, batches, {**metrics.means(), **gap}, results, (t0, t1, t2))
+
+
+def record(run, rollout, rewards, batches, means, results, clock):
+    """The record of a step in the log: per-token means over all its updates, and what the rollout and the clock say."""
+    cfg, (t0, t1, t2) = run.cfg, clock
+    lengths = [len(tokens) for tokens in rollout.tokens]
+    groups = rewards.view(-1, cfg.samples)
+    best, worst = groups.max(1).values, groups.min(1).values
+    run.skipped += sum(not finite.item() for _, finite in results)
+    trained = sum(len(prompt) + len(completion) - 1 for b in batches for prompt, completion in b["sequences"])
+    mem = torch.cuda.max_memory_allocated(run.device) / 2**30 if run.device.type == "cuda" else 0.0
+    return {"kind": "step", "step": run.step, "reward": rewards.mean().item(), "solved": (best > 0).float().mean().item(),
+            "equal_groups": (best == worst).float().mean().item(), "length": sum(lengths) / len(lengths),
+            "length_max": max(lengths), "truncated": rollout.finish.count("length") / len(lengths),
+            **{name: float(value) for name, value in means.items()},
+            "grad_norm": results[-1][0].item(), "skipped": run.skipped, "tokens": sum(lengths),
+            "lr": run.learning_rate(run.step, cfg.lr, cfg.steps),
+            "t_rollout_s": t1 - t0, "rollout_tok_per_s": sum(lengths) / (t1 - t0),
+            "t_train_s": t2 - t1, "train_tok_per_s": trained / (t2 - t1), "mem_gib": mem}
+
+
+def watch(run, r):
+    """Say what a person should know who looks at the log later."""
+    run.silent = run.silent + 1 if r["equal_groups"] == 1.0 else 0
+    if run.silent in (3, 30, 300):
+        print(f"warning: for {run.silent} steps every group had equal rewards, so there was no gradient "
+              f"(truncated {r['truncated']:.0%}: try --max-new-tokens, an easier task, or a longer supervised phase)")
+    if r["skipped"] and r["grad_norm"] != r["grad_norm"]:
+        print(f"warning: step {r['step']} had a non-finite gradient and was skipped ({r['skipped']} so far)")
+
+
+def main(argv=None):
+    cfg = parse(sys.argv[1:] if argv is None else argv)
+    torch.manual_seed(cfg.seed)
+    random.seed(cfg.seed)
+    run = Run(cfg)
+    header(run)
+    if not run.restore():
+        run.evaluate("at the start")
+        supervised(run)
+        if cfg.kl and cfg.sft_steps:
+            run.model.save_pretrained(os.path.join(cfg.out, "start"), run.optimizer.masters())
+        if cfg.sft_steps:
+            run.evaluate("after the supervised phase")
+    print(COLUMNS)
+    while run.step < cfg.steps:
+        r = grpo_step(run)
+        run.log(r)
+        print(step_line(r), flush=True)
+        watch(run, r)
+        run.step += 1
+        if cfg.eval_every and run.step % cfg.eval_every == 0 and run.step < cfg.steps:
+            run.evaluate(f"after {run.step} steps")
+        if cfg.save_every and run.step % cfg.save_every == 0:
+            run.save()
+    run.evaluate("at the end")
+    print(f"saved {run.save()} | {time.time() - run.start_clock:.0f} s in all")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, RuntimeError, OSError) as error:
+        if "--debug" in sys.argv:
+            raise
+        sys.exit(f"error: {error}")
