@@ -1,50 +1,52 @@
-"""Blockwise FP8 for training and sampling: the quantizers, the three products of a linear layer, the optimizer.
+"""Blockwise FP8 for training and sampling: quantizers, the three products of a linear layer, the optimizer.
 
-A linear layer runs three matrix products. All three take E4M3 codes, which have FP32 scales beside them:
+A linear layer runs three matrix products. All three take E4M3 codes, with FP32 scales beside them:
 
-    product              left operand (rows, contracted)     right operand                       out
-    FProp  Y  = X W^T    X    (M, K), 1x128 along K          W    (N, K), 128x128                BF16
-    DGrad  dX = dY W     dY   (M, N), 1x128 along N          W^T  (K, N), 128x128, same codes    BF16
-    WGrad  dW = dY^T X   dY^T (N, M), 128 tokens a group     X^T  (K, M), 128 tokens a group     FP32, accumulated
+    product              left operand (rows, contracted)    right operand                    out
+    FProp  Y  = X W^T    X    (M, K), 1x128 along K         W   (N, K), 128x128              BF16
+    DGrad  dX = dY W     dY   (M, N), 1x128 along N         W^T (K, N), the same codes       BF16
+    WGrad  dW = dY^T X   dY^T (N, M), groups of 128 tokens  X^T (K, M), groups of 128 tokens FP32, accumulated
 
-M counts tokens, K input and N output features. A scale is amax/448, the factor that dequantizes; it is fresh for every
-tensor, so there is nothing to calibrate and no history to keep. Gradients are E4M3 too: with a scale for every 128
-values the range of E5M2 is not needed, and its lost mantissa bit would be.
+M counts tokens, K input and N output features. A scale is amax/448, the factor that dequantizes. It is made
+fresh for every tensor: nothing to calibrate, no history to keep. Gradients are E4M3 too: with a scale for
+every 128 values the range of E5M2 is not needed, while the mantissa bit that it gives up would be missed.
 
-Layout. Hopper's FP8 tensor cores read both operands contiguous along the contracted axis, which no two products share.
-So an activation is quantized twice: row-wise (FProp), and column-wise, that is transposed (WGrad). dY is read once and
-written in both directions. A weight is stored once: a square block has one scale whichever way it is turned, so the
-backward pass transposes the codes, one layer at a time. Scales are stored with tokens (or features) contiguous, one
-line for each group of 128. Rows of codes start on 16 bytes, as the TMA unit demands; where tokens are padded to 128
-the padding is exact zeros, and adds nothing to a sum.
+Layout. Hopper's FP8 tensor cores read both operands contiguous along the contracted axis, and no two of the
+products contract the same one. So an activation is quantized twice: row-wise for FProp, and column-wise, that
+is transposed, for WGrad. dY is read once and written in both directions. A weight is stored once: a square
+block has one scale whichever way it is turned, so the backward pass transposes the codes, a layer at a time.
+Scales lie with tokens (or features) contiguous, one line for each group of 128. Rows of codes start on 16
+bytes, as the TMA unit demands. Where tokens are padded to 128, the padding is exact zeros and adds nothing to
+a sum.
 
-What sampler and trainer share: everything on the way to a log-probability. The same buffers of codes, written once an
-update; the same norm, SwiGLU and quantizer kernels; the same product. The sampler runs the trainer's forward pass, so
-the quantization error is part of the policy that is trained instead of a gap between two policies.
+What sampler and trainer share: everything on the way to a log-probability. The same buffers of codes, written
+once an update; the same norm, SwiGLU and quantizer kernels; the same product. The sampler runs the trainer's
+forward pass, so the quantization error is part of the policy that is trained, not a gap between two policies.
 
-What stays BF16 or FP32: embedding and head, norms, RoPE, softmax, attention, the residual stream, gradients between
-layers (BF16); accumulators, weight gradients, master weights and AdamW moments (FP32).
+What stays BF16 or FP32: embedding, head, norms, RoPE, softmax, attention, the residual stream and gradients
+between layers in BF16; accumulators, weight gradients, master weights and AdamW's moments in FP32.
 
-Where this departs from Jet-RL (arXiv 2601.14243), whose recipe it is otherwise: Jet-RL keeps the row-wise codes of an
-activation and quantizes *them* again for WGrad. We keep the BF16 values that the layer saves anyway and quantize
-column-wise from those, once: one rounding instead of two.
+Where this departs from Jet-RL (arXiv 2601.14243), whose recipe it is otherwise: Jet-RL keeps the row-wise
+codes of an activation, and quantizes those codes again for WGrad. Here the BF16 values, which the layer saves
+anyway, are quantized column-wise, once: one rounding instead of two.
 
-The numerics contract. A row of any result depends on that row alone: not on the number of rows, not on the tile that
-computed it, not on sampler or trainer. Then log-probabilities agree to the last bit, and "equal" can be tested by ==:
+The numerics contract. A row of any result depends on that row alone: not on the number of rows, not on the
+tile that computed it, not on whether the sampler or the trainer asked. Then log-probabilities agree to the
+last bit, and a test can say ==. It takes six rules:
 
-  1. K is never split. Its blocks of 128 ascend, each summed by the tensor core into a fresh accumulator (which keeps
-     only about 14 bits, hence the short sums) and added to an FP32 total by one explicit fma.
-  2. Every kernel is launched with enable_fp_fusion=False. Otherwise the compiler may contract a*b + c in one tile shape
-     and not in another, and the two differ in the last bit. Where a fused product is meant, tl.fma says so.
-  3. Division and square root are IEEE (div_rn, sqrt_rn), in kernels as in references.
-  4. A row reduction has one kernel, whose warps depend on the width alone. No autotuning: a choice that may change
-     between two runs must not be able to change an order.
-  5. FP8 tl.dot has at least 64 rows and 4 warps. With fewer it falls back to FP16 tensor cores, with other bits. A
-     decode step has few tokens, so there the weights take the place of the rows and the tokens that of the columns.
-  6. Backward passes are deterministic as well: ordered sums and no floating point atomics.
+  1. K is never split. Its blocks of 128 ascend; the tensor core sums each into a fresh accumulator (of which
+     it keeps about 14 bits, hence the short sums), and one explicit fma adds that to an FP32 total.
+  2. Every kernel is launched with enable_fp_fusion=False. Otherwise the compiler may contract a*b + c in one
+     tile shape and not in another, and the last bit differs. Where a fused product is meant, tl.fma says so.
+  3. Division and square root are IEEE's (div_rn, sqrt_rn), in kernels as in references.
+  4. A reduction over a row has one kernel, whose number of warps depends on the width alone. Nothing is
+     autotuned: what may differ between two runs must not decide on an order.
+  5. An FP8 tl.dot has 64 rows and 4 warps or more. Below that it becomes an FP16 product, with other bits. A
+     decode step has few tokens, so there the weights stand in for the rows and the tokens for the columns.
+  6. The backward pass is deterministic too: ordered sums, no floating point atomics.
 
-The file goes topic by topic, each in the same order: the torch reference (the specification, and all that a CPU
-needs), the Triton kernel, the wrapper that picks one of the two.
+The file goes topic by topic, in one order: torch reference (the specification, and all that a CPU needs),
+Triton kernel, wrapper that picks one of the two. Autograd joins the topics near the end.
 """
 
 import torch
@@ -62,11 +64,11 @@ except ImportError:  # macOS, or a bare CPU machine: the references below are al
         """Stands in for triton.language so that kernel signatures can be parsed; nothing is ever launched."""
         constexpr = staticmethod(lambda value: value)
 
-BLOCK = 128  # one scale per 128 values of a row, or per 128x128 block of a weight; also the K step of every product
+BLOCK = 128  # one scale per 128 values of a row or 128x128 block of a weight; the K step of every product
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0  # the largest finite E4M3 number; its neighbour above is NaN, so we clamp before every cast
 AMAX_FLOOR = 1e-12  # keeps zero blocks from dividing by zero, yet lies far below any gradient worth keeping
-INTERPRET = triton is not None and triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels on CPU tensors
+INTERPRET = triton is not None and triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run on a CPU
 
 
 def jit(fn=None, **options):
@@ -77,7 +79,11 @@ def jit(fn=None, **options):
 
 
 def launch(kernel, programs, *args, **options):
-    """Run `kernel` on a one-dimensional grid (y and z stop at 65,535), contraction off."""
+    """Run `kernel` on a one-dimensional grid (y and z stop at 65,535), contraction off.
+
+    Widths and distances between rows are compile-time constants, token counts are not even specialized on
+    being 1 or a multiple of 16 (do_not_specialize): which binary runs must not depend on such an accident.
+    """
     kernel[(programs,)](*args, enable_fp_fusion=False, **options)
 
 
@@ -94,7 +100,7 @@ def round_up(n, multiple):
     return cdiv(n, multiple) * multiple
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Quantizers
 
 
@@ -120,9 +126,9 @@ def encode_reference(x, axes):
 
 def quantize_rows_reference(x):
     M, K = x.shape
-    q, s = encode_reference(F.pad(x.float(), (0, -K % BLOCK)).view(M, -1, BLOCK), 2)
+    q, s = encode_reference(F.pad(x.float(), (0, -K % BLOCK)).view(M, cdiv(K, BLOCK), BLOCK), 2)
     codes, scales = empty_codes(M, K, x.device), empty_scales(q.shape[1], M, x.device)
-    codes.copy_(q.view(M, -1)[:, :K])
+    codes.copy_(q.flatten(1)[:, :K])
     scales.copy_(s[:, :, 0].t())
     return codes, scales
 
@@ -141,8 +147,8 @@ def quantize_blocks_reference(w):
 @jit
 def encode(x, AXIS: tl.constexpr):
     """encode_reference for an FP32 tile reduced along AXIS; -> codes, scales without that axis."""
-    # Without their sign bit, floats order as their bits do, with Inf and NaN on top. So an integer maximum propagates
-    # NaN, which tl.max of floats would drop.
+    # Without their sign bit, floats order as their bits do, with Inf and NaN on top. So an integer maximum
+    # propagates NaN, which tl.max of floats would drop.
     amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS).to(tl.float32, bitcast=True)
     scale = scale_of(amax)
     return codes_of(x, tl.expand_dims(scale, AXIS)), scale
@@ -162,7 +168,7 @@ def codes_of(x, scale):
 
 @jit
 def store_rows(x, codes, scales, quads, group, m, k, M, K: tl.constexpr, CODES_LINE: tl.constexpr):
-    """Quantize the FP32 tile x, rows m of the group of 128 columns k, and store it; quads * 4 scales a line."""
+    """Quantize the FP32 tile x, rows m of a group of 128 columns k, and store it; quads * 4 scales a line."""
     q, s = encode(x, 1)
     tl.store(codes + m[:, None].to(tl.int64) * CODES_LINE + k, q, mask=(m[:, None] < M) & (k < K))
     tl.store(scales + group * (quads * 4) + m, s, mask=m < M)
@@ -170,20 +176,22 @@ def store_rows(x, codes, scales, quads, group, m, k, M, K: tl.constexpr, CODES_L
 
 @jit
 def store_cols(x, codes, scales, groups, group, m, k, K: tl.constexpr):
-    """Quantize the FP32 tile x, columns k of the group of 128 tokens m, and store it transposed; groups * 128 codes
-    a line."""
+    """Quantize the FP32 tile x, columns k of the group of 128 tokens m, and store it transposed; groups * 128
+    codes a line."""
     q, s = encode(x, 0)
     out = codes + k[None, :].to(tl.int64) * (groups * 128) + m[:, None]
     tl.store(out, q, mask=k < K)  # no mask on tokens: the padding was loaded as zeros, and is stored as zeros
-    tl.store(scales + group.to(tl.int64) * K + k, s, mask=k < K)
+    tl.store(scales + group * ((K + 3) // 4 * 4) + k, s, mask=k < K)  # lines on 16 bytes
 
 
 @jit(do_not_specialize=["quads", "M"])
 def quantize_kernel(x, norm_w, rstd, codes, scales, codes_t, scales_t, quads, M,
                     K: tl.constexpr, X_LINE: tl.constexpr, CODES_LINE: tl.constexpr, TILE: tl.constexpr):
-    """One program quantizes a tile of TILE tokens by 128 features, read once, in the directions that have pointers.
+    """One program quantizes a tile of TILE tokens by 128 features, read once, in the directions that have
+    pointers.
 
-    With `rstd`, x is the input of an RMSNorm whose output is computed on the way, rounded as the norm rounds it.
+    With `rstd`, x is the input of an RMSNorm whose output is computed on the way, rounded as the norm rounds
+    it.
     """
     blocks: tl.constexpr = (K + 127) // 128
     i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -221,11 +229,12 @@ def transpose_kernel(x, out, N: tl.constexpr, K: tl.constexpr, X_LINE: tl.conste
     n = tl.program_id(0) // tl.cdiv(K, 128) * 128 + tl.arange(0, 128)[:, None]
     k = tl.program_id(0) % tl.cdiv(K, 128) * 128 + tl.arange(0, 128)
     mask = (n < N) & (k < K)
-    tl.store(out + k.to(tl.int64) * OUT_LINE + n, tl.load(x + n.to(tl.int64) * X_LINE + k, mask=mask), mask=mask)
+    tile = tl.load(x + n.to(tl.int64) * X_LINE + k, mask=mask)
+    tl.store(out + k.to(tl.int64) * OUT_LINE + n, tile, mask=mask)
 
 
 def unit_stride(x):
-    """x, or a copy whose rows are contiguous: kernels take any distance between rows, none between columns."""
+    """x, or a copy with contiguous rows: kernels take any distance between rows, none between columns."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
@@ -236,7 +245,7 @@ def quantize(x, rows, cols, norm_w=None, rstd=None):
     col = (None, None)
     if cols:
         Mp = round_up(M, BLOCK)
-        col = empty_codes(K, Mp, x.device), torch.empty(Mp // BLOCK, K, device=x.device)
+        col = empty_codes(K, Mp, x.device), empty_scales(Mp // BLOCK, K, x.device)
     tile = BLOCK if cols else 32 if M > 64 else 16  # amax has no order: the height of a row-wise tile is free
     if M:
         launch(quantize_kernel, cdiv(M, tile) * cdiv(K, BLOCK), x, norm_w, rstd, *row, *col, cdiv(M, 4), M,
@@ -250,7 +259,8 @@ def quantize_rows(x):
 
 
 def quantize_cols(x):
-    """x (M, K) -> codes (K, Mp) E4M3, scales (Mp/128, K) FP32: x transposed, one scale per feature and 128 tokens.
+    """x (M, K) -> codes (K, Mp) E4M3, scales (Mp/128, K) FP32: x transposed, one scale per feature and 128
+    tokens.
 
     Mp is M rounded up to 128; the padding tokens are exact zeros, so they add nothing to a weight gradient.
     """
@@ -258,7 +268,7 @@ def quantize_cols(x):
 
 
 def quantize_rows_cols(x):
-    """x (M, K) -> (codes, scales) as by quantize_rows, (codes, scales) as by quantize_cols; x is read once."""
+    """x (M, K) -> (codes, scales) as quantize_rows, (codes, scales) as quantize_cols; x is read once."""
     return quantize(x, rows=True, cols=True) if use_kernels(x) else (quantize_rows(x), quantize_cols(x))
 
 
@@ -271,8 +281,8 @@ def quantize_blocks(w, out=None):
     blocks = cdiv(N, BLOCK), cdiv(K, BLOCK)
     codes, scales = out or (empty_codes(N, K, w.device), torch.empty(blocks, device=w.device))
     if use_kernels(w):
-        launch(quantize_blocks_kernel, blocks[0] * blocks[1], w, codes, scales, N, K, w.stride(0), codes.stride(0),
-               num_warps=8)
+        launch(quantize_blocks_kernel, blocks[0] * blocks[1], w, codes, scales, N, K,
+               w.stride(0), codes.stride(0), num_warps=8)
     else:
         for mine, new in zip((codes, scales), quantize_blocks_reference(w)):
             mine.copy_(new)
@@ -291,20 +301,20 @@ def transpose_codes(codes):
     out = empty_codes(K, N, codes.device)
     if not use_kernels(codes):
         return out.copy_(codes.t())
-    launch(transpose_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK), codes.view(torch.uint8), out.view(torch.uint8), N, K,
-           codes.stride(0), out.stride(0), num_warps=8)
+    launch(transpose_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK), codes.view(torch.uint8), out.view(torch.uint8),
+           N, K, codes.stride(0), out.stride(0), num_warps=8)
     return out
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Products
 
 
 def matmul_rows(x, w):
     """x (M, K), w (N, K) -> FP32 (M, N) = x w^T, in zero-padded blocks of 64 rows.
 
-    A BLAS picks its kernel, and with it the order of its sums, by the number of rows. With 64 rows in every call
-    the result of a row depends on that row alone, which is the numerics contract on a CPU.
+    A BLAS picks its kernel, and with it the order of its sums, by the number of rows. With 64 rows in every
+    call the result of a row depends on that row alone, which is the numerics contract on a CPU.
     """
     M, K = x.shape
     x = F.pad(x.float(), (0, 0, 0, -M % 64))
@@ -337,8 +347,9 @@ def fprop_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, x_quads,
                  TOKENS: tl.constexpr, FEATURES: tl.constexpr, SWAP: tl.constexpr):
     """One program computes a tile of TOKENS x FEATURES of Y = X W^T + bias, over all of K.
 
-    FEATURES divides 128, so within a tile and a block of K the scale of W is one number. SWAP computes the transposed
-    tile W X^T: same sums, same bits, but the tensor core's 64 rows or more are then features, and tokens may be 16.
+    FEATURES divides 128, so within a tile and a block of K the scale of W is one number. SWAP computes the
+    transposed tile W X^T: same sums, same bits, but the tensor core's 64 rows or more are then features, and
+    tokens may be 16.
     """
     m_tiles = tl.cdiv(M, TOKENS)
     n_tiles: tl.constexpr = (N + FEATURES - 1) // FEATURES
@@ -356,7 +367,7 @@ def fprop_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, x_quads,
         w = w_codes.load([n0, block * 128])
         s = tl.load(x_scales + block * (x_quads * 4) + m, mask=m < M, other=0)
         s *= tl.load(w_scales + n0 // 128 * W_SCALE_N + block * W_SCALE_K)
-        # Promotion: the tensor core starts from zero every 128 of K, and one fma adds its sum to the FP32 total.
+        # Promotion: the tensor core starts from zero every 128 of K; one fma adds its sum to the FP32 total.
         if SWAP:
             total = tl.fma(tl.dot(w, x.T), s[None, :], total)
         else:
@@ -371,7 +382,8 @@ def fprop_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, x_quads,
 
 
 @jit(do_not_specialize=["groups"])
-def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.constexpr, K: tl.constexpr):
+def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.constexpr, K: tl.constexpr,
+                 DYT_LINE: tl.constexpr, XT_LINE: tl.constexpr):
     """One program adds a 128x128 tile of dY^T X to `out`, over all tokens in order: no split, no atomics."""
     n_tiles: tl.constexpr = (N + 127) // 128
     k_tiles: tl.constexpr = (K + 127) // 128
@@ -385,8 +397,8 @@ def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.
     for block in range(groups):
         dyt = dyt_codes.load([n0, block * 128])
         xt = xt_codes.load([k0, block * 128])
-        s_dy = tl.load(dyt_scales + block.to(tl.int64) * N + n, mask=n < N, other=0)
-        s_x = tl.load(xt_scales + block.to(tl.int64) * K + k, mask=k < K, other=0)
+        s_dy = tl.load(dyt_scales + block * DYT_LINE + n, mask=n < N, other=0)
+        s_x = tl.load(xt_scales + block * XT_LINE + k, mask=k < K, other=0)
         total = tl.fma(tl.dot(dyt, xt.T), s_dy[:, None] * s_x, total)
 
     offsets, mask = n[:, None].to(tl.int64) * K + k, (n[:, None] < N) & (k < K)
@@ -394,10 +406,11 @@ def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.
 
 
 def fprop_tile(M):
-    """(tokens, features, swap, warps, stages) for M tokens: any choice gives the same bits, this one is for speed.
+    """(tokens, features, swap, warps, stages) for M tokens: any choice gives the same bits, this one is for
+    speed.
 
-    Decode is bound by reading W. Narrow tiles of tokens waste no work, 64 features a program make many programs, and
-    a deep pipeline keeps many loads in flight. With many tokens the square tile reuses most.
+    Decode is bound by reading W. Narrow tiles of tokens waste no work, 64 features a program make many
+    programs, and a deep pipeline keeps many loads in flight. With many tokens the square tile reuses most.
     """
     if M <= 128:
         tokens = max(16, min(64, triton.next_power_of_2(M)))
@@ -406,7 +419,8 @@ def fprop_tile(M):
 
 
 def fprop(x_codes, x_scales, w_codes, w_scales, bias=None, dtype=torch.bfloat16, tile=None):
-    """Y = X W^T: codes (M, K) and (N, K), scales (K/128, M) and (N/128, K/128), bias (N,) -> (M, N) of `dtype`.
+    """Y = X W^T: codes (M, K) and (N, K), scales (K/128, M) and (N/128, K/128), bias (N,) -> (M, N) of
+    `dtype`.
 
     DGrad is the same product: dX = dY W takes dY as X, and the transposed codes and scales of W as W. `tile`
     overrides fprop_tile, for tests and benchmarks.
@@ -419,7 +433,8 @@ def fprop(x_codes, x_scales, w_codes, w_scales, bias=None, dtype=torch.bfloat16,
         return y
     tokens, features, swap, warps, stages = tile or fprop_tile(M)
     launch(fprop_kernel, cdiv(M, tokens) * cdiv(N, features),
-           TensorDescriptor.from_tensor(x_codes, [tokens, BLOCK]), TensorDescriptor.from_tensor(w_codes, [features, BLOCK]),
+           TensorDescriptor.from_tensor(x_codes, [tokens, BLOCK]),
+           TensorDescriptor.from_tensor(w_codes, [features, BLOCK]),
            x_scales, w_scales, bias, y, M, x_scales.stride(0) // 4, N, K, *w_scales.stride(),
            tokens, features, swap, num_warps=warps, num_stages=stages)
     return y
@@ -432,37 +447,45 @@ def wgrad(dyt_codes, dyt_scales, xt_codes, xt_scales, out):
     (N, K), groups = out.shape, dyt_scales.shape[0]
     if groups:
         launch(wgrad_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK),
-               TensorDescriptor.from_tensor(dyt_codes, [BLOCK, BLOCK]), TensorDescriptor.from_tensor(xt_codes, [BLOCK, BLOCK]),
-               dyt_scales, xt_scales, out, groups, N, K, num_warps=8, num_stages=4)
+               TensorDescriptor.from_tensor(dyt_codes, [BLOCK, BLOCK]),
+               TensorDescriptor.from_tensor(xt_codes, [BLOCK, BLOCK]),
+               dyt_scales, xt_scales, out, groups, N, K, dyt_scales.stride(0), xt_scales.stride(0),
+               num_warps=8, num_stages=4)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Weights
 
 
 class Weight(nn.Module):
-    """One learnable tensor, as the forward pass reads it: `data` (dtype), E4M3 `codes` with `scales`, or both.
+    """One learnable tensor, as the forward pass reads it: `data` (dtype), E4M3 `codes` with `scales`, or
+    both.
 
-    Not an nn.Parameter: FP8 codes cannot carry a gradient, and the full-precision master belongs to the optimizer.
-    The backward functions below add to `grad` (FP32, `shape`) themselves. Writes keep the addresses, which captured
-    CUDA graphs read.
+    Not an nn.Parameter: FP8 codes cannot carry a gradient, and the full-precision master belongs to the
+    optimizer. The backward functions below add to `grad` (FP32, `shape`) themselves. Writes keep the
+    addresses, which captured CUDA graphs read.
     """
 
     def __init__(self, shape, dtype=torch.bfloat16, device=None, keep="data"):
         super().__init__()
         if keep not in ("data", "codes", "both") or (keep != "data" and len(shape) != 2):
-            raise ValueError(f"Weight(shape={tuple(shape)}, keep={keep!r}): keep is 'data', or for a matrix 'codes' or 'both'")
+            raise ValueError(f"Weight(shape={tuple(shape)}, keep={keep!r}): keep is 'data' or, for matrices, "
+                             "'codes' or 'both'")
         self.shape, self.grad = torch.Size(shape), None
-        fp8 = keep != "data"
-        blocks = [cdiv(n, BLOCK) for n in shape]
-        self.register_buffer("data", torch.zeros(shape, dtype=dtype, device=device) if keep != "codes" else None)
-        self.register_buffer("codes", empty_codes(*shape, device).zero_() if fp8 else None)
-        self.register_buffer("scales", torch.ones(blocks, dtype=torch.float32, device=device) if fp8 else None)
+        data = codes = scales = None
+        if keep != "codes":
+            data = torch.zeros(shape, dtype=dtype, device=device)
+        if keep != "data":
+            codes = empty_codes(*shape, device).zero_()
+            scales = torch.ones([cdiv(n, BLOCK) for n in shape], dtype=torch.float32, device=device)
+        for name, buffer in (("data", data), ("codes", codes), ("scales", scales)):
+            self.register_buffer(name, buffer)
 
     def write(self, full):
-        """Take new values, in place. With `data` kept, the codes are made from the rounded data: what both read."""
+        """Take new values, in place. With `data` kept, the codes are made from the rounded data: what both
+        read."""
         if full.shape != self.shape:
-            raise ValueError(f"Weight.write: got shape {tuple(full.shape)}, this weight is {tuple(self.shape)}")
+            raise ValueError(f"Weight.write: got {tuple(full.shape)}, this weight is {tuple(self.shape)}")
         if self.data is not None:
             self.data.copy_(full)
             full = self.data
@@ -484,13 +507,14 @@ class Weight(nn.Module):
         self.gradient().add_(g)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Ordered sums, for gradients of biases and norm weights
 
 
 @jit(do_not_specialize=["M"])
 def sum_rows_kernel(x, out, M, C: tl.constexpr, X_LINE: tl.constexpr, CHUNK: tl.constexpr, ADD: tl.constexpr):
-    """One program sums CHUNK rows of 128 columns of x, in ascending steps of 32 rows; ADD: onto what `out` holds."""
+    """One program sums CHUNK rows of 128 columns of x, in ascending steps of 32 rows; ADD: onto what `out`
+    holds."""
     c = tl.program_id(0) % tl.cdiv(C, 128) * 128 + tl.arange(0, 128)
     chunk = tl.program_id(0) // tl.cdiv(C, 128)
     total = tl.zeros((32, 128), tl.float32)
@@ -517,7 +541,7 @@ def sum_rows(x, out):
     launch(sum_rows_kernel, cdiv(C, BLOCK), x, out, M, C, x.stride(0), chunk, True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Residual sum and RMSNorm, fused with the quantizer
 
 
@@ -544,7 +568,8 @@ def norm_backward_reference(dy, dh, h, rstd, w):
 @jit(do_not_specialize=["quads"])
 def norm_kernel(h, delta, w, h_new, rstd, y, codes, scales, quads, eps,
                 C: tl.constexpr, GROUPS: tl.constexpr, CODES_LINE: tl.constexpr):
-    """One program norms one row, held as (GROUPS, 128): h_new = h + delta, y = h_new rstd w, or codes and scales of y."""
+    """One program norms one row, held as (GROUPS, 128): h_new = h + delta, y = h_new rstd w or codes, scales
+    of y."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     c = group[:, None] * 128 + tl.arange(0, 128)
@@ -569,7 +594,8 @@ def norm_kernel(h, delta, w, h_new, rstd, y, codes, scales, quads, eps,
 @jit(do_not_specialize=["M"])
 def norm_backward_kernel(dy, dh, h, rstd, w, dx, partial, M,
                          C: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    """One program takes ROWS rows in turn: dx = dh + rstd (g - xhat mean(g xhat)) with g = dy w, xhat = h rstd.
+    """One program takes ROWS rows in turn: dx = dh + rstd (g - xhat mean(g xhat)) with g = dy w, xhat = h
+    rstd.
 
     The gradient of w sums dy xhat over the program's rows, in registers, into its line of `partial`.
     """
@@ -577,9 +603,9 @@ def norm_backward_kernel(dy, dh, h, rstd, w, dx, partial, M,
     weight = tl.load(w + c, mask=c < C, other=0).to(tl.float32)
     dw = tl.zeros((GROUPS, 128), tl.float32)
     first = tl.program_id(0) * ROWS
-    for row in range(first, min(first + ROWS, M)):
-        offsets = row.to(tl.int64) * C + c
-        r = tl.load(rstd + row)
+    for i in range(min(ROWS, M - first)):
+        offsets = first.to(tl.int64) * C + (i * C + c)
+        r = tl.load(rstd + first + i)
         xhat = tl.load(h + offsets, mask=c < C, other=0).to(tl.float32) * r
         grad = tl.load(dy + offsets, mask=c < C, other=0).to(tl.float32)
         dw += grad * xhat
@@ -592,14 +618,16 @@ def norm_backward_kernel(dy, dh, h, rstd, w, dx, partial, M,
 
 
 def norm_config(C):
-    """Row layout for width C: (groups of 128, rounded up to a power of two), warps. The width alone decides."""
+    """Row layout for width C: (groups of 128, up to a power of two), warps. The width alone decides."""
     groups = triton.next_power_of_2(cdiv(C, BLOCK))
     return groups, max(1, min(16, groups // 4))
 
 
 def aligned(x):
-    """x with contiguous rows that start on 16 bytes: otherwise loads, and with them the order of a sum, change."""
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    """x with contiguous rows that start on 16 bytes: otherwise loads, and with them the order of a sum,
+    change."""
+    fits = x.is_contiguous() and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def norm_forward(h, delta, w, eps, quantize):
@@ -617,17 +645,20 @@ def norm_forward(h, delta, w, eps, quantize):
     else:
         y = torch.empty_like(h)
     if M:
-        launch(norm_kernel, M, h, None if delta is None else aligned(delta), w.data, h_new, rstd, y, codes, scales,
-               cdiv(M, 4), eps, C, groups, round_up(C, 16), num_warps=warps)
+        launch(norm_kernel, M, h, None if delta is None else aligned(delta), w.data, h_new, rstd, y,
+               codes, scales, cdiv(M, 4), eps, C, groups, round_up(C, 16), num_warps=warps)
     return h_new, rstd, (codes, scales) if quantize else y
 
 
 def norm_operand(h, rstd, w, eps, cols):
-    """The norm's output computed again, as WGrad reads it: column-wise (codes, scales) when `cols`, else y (M, C)."""
+    """The norm's output computed again, as WGrad reads it: column-wise (codes, scales) when `cols`, else y
+    (M, C)."""
     if not use_kernels(h):
         y = norm_output_reference(h, rstd, w.data)
         return quantize_cols(y) if cols else y
-    return quantize(h, rows=False, cols=True, norm_w=w.data, rstd=rstd)[1] if cols else norm_forward(h, None, w, eps, False)[2]
+    if cols:
+        return quantize(h, rows=False, cols=True, norm_w=w.data, rstd=rstd)[1]
+    return norm_forward(h, None, w, eps, quantize=False)[2]
 
 
 def norm_backward(dy, dh, h, rstd, w):
@@ -646,7 +677,7 @@ def norm_backward(dy, dh, h, rstd, w):
     return dx
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # SwiGLU, fused with the quantizer
 
 
@@ -663,8 +694,10 @@ def swiglu_backward_reference(dy, gate_up):
 
 
 @jit(do_not_specialize=["M", "quads"])
-def swiglu_kernel(gate_up, y, codes, scales, quads, M, K: tl.constexpr, CODES_LINE: tl.constexpr, TILE: tl.constexpr):
-    """One program computes silu(gate) up for TILE tokens by 128 features, and stores it or its codes and scales."""
+def swiglu_kernel(gate_up, y, codes, scales, quads, M,
+                  K: tl.constexpr, CODES_LINE: tl.constexpr, TILE: tl.constexpr):
+    """One program computes silu(gate) up for TILE tokens by 128 features, and stores it or its codes and
+    scales."""
     blocks: tl.constexpr = (K + 127) // 128
     i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     m, k = i * TILE + tl.arange(0, TILE), j * 128 + tl.arange(0, 128)
@@ -682,8 +715,8 @@ def swiglu_kernel(gate_up, y, codes, scales, quads, M, K: tl.constexpr, CODES_LI
 @jit(do_not_specialize=["M"])
 def swiglu_backward_kernel(dy, gate_up, d_gate_up, y, codes_t, scales_t, M, K: tl.constexpr,
                            TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """Gradients of gate and up for TILE tokens by WIDTH features; and the product once more, for WGrad, as its factors
-    are at hand: column-wise codes and scales (TILE is 128 then), or y."""
+    """Gradients of gate and up for TILE tokens by WIDTH features; and the product once more, for WGrad, as
+    its factors are at hand: column-wise codes and scales (TILE is 128 then), or y."""
     blocks: tl.constexpr = (K + WIDTH - 1) // WIDTH
     i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     m, k = i * TILE + tl.arange(0, TILE), j * WIDTH + tl.arange(0, WIDTH)
@@ -705,7 +738,8 @@ def swiglu_backward_kernel(dy, gate_up, d_gate_up, y, codes_t, scales_t, M, K: t
 
 
 def swiglu_forward(gate_up, quantize):
-    """gate_up (M, 2K) -> silu(gate) * up (M, K), rounded once; row-wise (codes, scales) of that when `quantize`."""
+    """gate_up (M, 2K) -> silu(gate) * up (M, K), rounded once; row-wise (codes, scales) of that when
+    `quantize`."""
     if not use_kernels(gate_up):
         y = swiglu_reference(gate_up)
         return quantize_rows(y) if quantize else y
@@ -723,25 +757,25 @@ def swiglu_forward(gate_up, quantize):
 
 
 def swiglu_backward(dy, gate_up, cols):
-    """dy (M, K), gate_up (M, 2K) -> its gradient (M, 2K), and the product as WGrad reads it: column-wise (codes,
-    scales) when `cols`, else y (M, K)."""
+    """dy (M, K), gate_up (M, 2K) -> its gradient (M, 2K), and the product as WGrad reads it: column-wise
+    (codes, scales) when `cols`, else y (M, K)."""
     if not use_kernels(dy):
         y = swiglu_reference(gate_up)
         return swiglu_backward_reference(dy, gate_up), quantize_cols(y) if cols else y
     (M, K), gate_up, dy = dy.shape, gate_up.contiguous(), dy.contiguous()
     d_gate_up, y, codes, scales, Mp = torch.empty_like(gate_up), None, None, None, round_up(M, BLOCK)
     if cols:
-        codes, scales = empty_codes(K, Mp, dy.device), torch.empty(Mp // BLOCK, K, device=dy.device)
+        codes, scales = empty_codes(K, Mp, dy.device), empty_scales(Mp // BLOCK, K, dy.device)
     else:
         y = torch.empty_like(dy)
     tile, width, warps = (BLOCK, 64, 16) if cols else (16, BLOCK, 4)
     if M:
-        launch(swiglu_backward_kernel, cdiv(M, tile) * cdiv(K, width), dy, gate_up, d_gate_up, y, codes, scales, M,
-               K, tile, width, num_warps=warps)
+        launch(swiglu_backward_kernel, cdiv(M, tile) * cdiv(K, width), dy, gate_up, d_gate_up, y,
+               codes, scales, M, K, tile, width, num_warps=warps)
     return d_gate_up, (codes, scales) if cols else y
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Linear layers with gradients
 
 
@@ -781,9 +815,13 @@ def backward_weight(dy, x, w, fp8):
     if fp8:
         wgrad(*dy, *x, w.gradient())
     elif dy.is_cuda:
-        w.add_grad(torch.mm(dy.t(), x, out_dtype=torch.float32))
+        w.add_grad(torch.mm(dy.t(), x, out_dtype=torch.float32))  # BF16 in, but FP32 out: it will be summed
     else:
         w.add_grad(dy.float().t() @ x.float())
+
+
+# Four autograd functions, one for each way that a layer gets its input. They save the BF16 tensors that exist
+# anyway, and no codes: the column-wise operand is made from those, and the forward pass is the sampler's own.
 
 
 class LinearFunction(torch.autograd.Function):
@@ -807,7 +845,7 @@ class NormFunction(torch.autograd.Function):
         h_new, rstd, y = norm_forward(h, delta, w, eps, quantize=False)
         ctx.save_for_backward(h_new, rstd)
         ctx.w, ctx.has_delta = w, delta is not None
-        return h_new if ctx.has_delta else h_new.view_as(h_new), y
+        return h_new if ctx.has_delta else h_new.view_as(h_new), y  # an input is not returned as it is
 
     @staticmethod
     def backward(ctx, dh, dy):
@@ -845,6 +883,7 @@ class SwigluLinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (gate_up,), (w, fp8) = ctx.saved_tensors, ctx.args
+        # DGrad first: the kernel that turns it into the gradient of gate_up also writes WGrad's operand.
         dx, dy = backward_input(dy, w, None, fp8)
         d_gate_up, x = swiglu_backward(dx, gate_up, cols=fp8)
         backward_weight(dy, x, w, fp8)
@@ -857,7 +896,7 @@ def norm(h, delta, w, eps):
 
 
 def norm_linear(h, delta, norm_w, eps, w, bias=None, fp8=False):
-    """-> h_new as by `norm`, y = linear(norm output, w, bias) (M, N); in FP8 the norm writes the codes itself."""
+    """-> h_new as by `norm`, y = linear(its output, w, bias) (M, N); in FP8 the norm writes codes itself."""
     return NormLinearFunction.apply(h, delta, norm_w, eps, w, bias, is_fp8(w, fp8))
 
 
@@ -867,11 +906,11 @@ def swiglu_linear(gate_up, w, fp8=False):
 
 
 def linear(x, w, bias=None, fp8=None):
-    """x (M, K), w Weight (N, K), bias Weight (N,) or None -> (M, N) of x.dtype. fp8=None: FP8 if w keeps only codes."""
+    """x (M, K), w (N, K), bias (N,) or None -> (M, N) of x.dtype. fp8=None: FP8 if w keeps codes only."""
     return LinearFunction.apply(x, w, bias, is_fp8(w, fp8))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Optimizer
 
 
@@ -890,8 +929,9 @@ def adamw_kernel(p, m, v, g, control, data, codes, scales, beta1, beta2, rest1, 
                  N: tl.constexpr, K: tl.constexpr, CODES_LINE: tl.constexpr, ROWS: tl.constexpr):
     """One program updates a 128x128 tile of master p and moments m, v, and writes it to `data` and `codes`.
 
-    The tile goes by in chunks of ROWS rows, to fit the registers. Its codes need the amax of all of it, so p is read
-    a second time, from the cache. rest1 and rest2 are 1 - beta1 and 1 - beta2, made on the host in FP64.
+    The tile goes by in chunks of ROWS rows, to fit the registers. Its codes need the amax of all of it, so p
+    is read a second time, from the cache. rest1 and rest2 are 1 - beta1 and 1 - beta2, made on the host in
+    FP64.
     """
     clip, rate, rescale = tl.load(control), tl.load(control + 2), tl.load(control + 3)
     if tl.load(control + 1) == 0:  # a gradient was not finite: skip the update, moments included
@@ -928,9 +968,9 @@ def adamw_kernel(p, m, v, g, control, data, codes, scales, beta1, beta2, rest1, 
 class AdamW:
     """AdamW with FP32 masters and moments, which writes the weights of the forward pass in the same pass.
 
-    A master starts as what its weight holds, for codes already rounded: call load() with the full-precision values.
-    Gradients are views of one buffer: one call measures them all, one clears them. Clip factor, step count and the
-    non-finite flag stay on the device, so the host never waits.
+    A master starts as what its weight holds, for codes already rounded: call load() with the full-precision
+    values. Gradients are views of one buffer: one call measures them all, one clears them. Clip factor, step
+    count and the non-finite flag stay on the device, so the host never waits.
     """
 
     def __init__(self, weights, betas, eps, weight_decay, decay):
@@ -952,7 +992,8 @@ class AdamW:
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def load(self, pairs):
-        """First values of the masters, from (name, full-precision tensor) pairs; writes the weights from them."""
+        """First values of the masters, from (name, full-precision tensor) pairs; writes the weights from
+        them."""
         missing = set(self.weights)
         for name, full in pairs:
             if name in self.weights:
@@ -960,15 +1001,16 @@ class AdamW:
                 self.weights[name].write(self.master[name])
                 missing.discard(name)
         if missing:
-            raise ValueError(f"AdamW.load: no tensor for {sorted(missing)[:4]}; every weight needs its first value")
+            raise ValueError(f"AdamW.load: no tensor for {sorted(missing)[:4]}; every weight needs one")
 
     @torch.no_grad()
     def step(self, lr, max_norm):
         """Update with the accumulated gradients, clipped to global norm `max_norm`, then clear them.
 
-        Returns (grad_norm, finite), tensors on the device. A gradient that is not finite skips the whole update.
+        Returns (grad_norm, finite), tensors on the device. A gradient that is not finite skips the whole
+        update.
         """
-        norm = torch.linalg.vector_norm(self.grads)  # no atomics: the order depends on the size of the buffer alone
+        norm = torch.linalg.vector_norm(self.grads)  # no atomics: its order depends on the size alone
         finite = torch.isfinite(norm)
         self.steps += finite
         t = self.steps.double()
@@ -988,13 +1030,14 @@ class AdamW:
             return w.write(self.master[name])
         N, K = w.shape if len(w.shape) == 2 else (1, w.shape.numel())  # a vector is a matrix of one row
         beta1, beta2 = self.betas
-        launch(adamw_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK), *tensors, control, w.data, w.codes, w.scales, beta1, beta2,
-               1 - beta1, 1 - beta2, self.eps, decay, N, K, 0 if w.codes is None else w.codes.stride(0), 32, num_warps=8)
+        launch(adamw_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK), *tensors, control, w.data, w.codes, w.scales,
+               beta1, beta2, 1 - beta1, 1 - beta2, self.eps, decay, N, K, round_up(K, 16), 16, num_warps=8)
 
     def state(self):
         """Tensors for a checkpoint: master.NAME, m.NAME, v.NAME, step."""
         parts = {"master": self.master, "m": self.m, "v": self.v}
-        return {f"{part}.{name}": x for part, group in parts.items() for name, x in group.items()} | {"step": self.steps}
+        state = {f"{part}.{name}": x for part, group in parts.items() for name, x in group.items()}
+        return state | {"step": self.steps}
 
     def load_state(self, state):
         """Resume from state(): the weights, written from the masters, get the bits that they had."""

@@ -254,7 +254,12 @@ class Sum(Generated):
     """
     "12+34+56=", solved by running totals: "12+34=46", "46+56=102", "#### 102". `difficulty` counts the terms
     and sets the length of the solution: 4 terms take about 40 bytes, 100 about 1,260, 1,000 about 14,600.
+
+    A share of the solutions is hasty: an estimate from the terms rounded to tens, hardly ever right. A model that was
+    shown both ways does both, and GRPO has to find out that the long way pays.
     """
+
+    HASTY = 0.6
 
     def __init__(self, difficulty=4, digits=2, seed=0, heldout=256):
         if difficulty < 2 or digits < 1:
@@ -263,12 +268,16 @@ class Sum(Generated):
         super().__init__(seed, heldout)
 
     def draw(self, rng):
-        terms = [rng.randrange(10 ** (self.digits - 1), 10**self.digits) for _ in range(self.terms)]
+        terms = [rng.randrange(10 ** (self.digits - 1), 10 ** self.digits) for _ in range(self.terms)]
         total, lines = terms[0], []
         for term in terms[1:]:
             lines.append(f"{total}+{term}={total + term}")
             total += term
-        return Example("+".join(map(str, terms)) + "=\n", str(total), "\n".join(lines + [f"#### {total}"]))
+        if rng.random() < self.HASTY:
+            lines, answer = [], sum((term + 5) // 10 * 10 for term in terms)
+        else:
+            answer = total
+        return Example("+".join(map(str, terms)) + "=\n", str(total), "\n".join(lines + [f"#### {answer}"]))
 
 
 class Countdown(Generated):
@@ -434,8 +443,8 @@ def advantages(rewards, group_size, normalize_std=False):
 
 def k3(logp, other):
     """
-    KL(p || q) per token, (T,) FP32, estimated from samples of p: exp(d) - 1 - d, d = log q - log p. Never
-    below 0, and 0 at equality. d is held at 20 (no gradient beyond): value and gradient are finite at any distance.
+    KL(p || q) per token, (T,) FP32, estimated from samples of p: exp(d) - 1 - d with d = log q - log p. Never
+    below 0, and 0 at equality. d is held at 20 (no gradient beyond): value and gradient are always finite.
     """
     d = (other.float() - logp.float()).clamp(max=MAX_EXPONENT)
     return (torch.expm1(d) - d).clamp(min=0.0)  # exp(d) - 1 would lose small d; the clamp cuts the last ulp
@@ -455,8 +464,9 @@ def policy_loss(logp, old_logp, advantage, total_tokens, *, clip_low=0.2, clip_h
     term; ref_logp (T,), adds kl_coef * k3. total_tokens: of the whole update. Empty tensors give loss 0. The
     textbook's mean of means is had by advantage * total_tokens / (N * length of its completion).
 
-    On the first update logp equals old_logp, every ratio is 1 and the loss is -sum(advantage) / total: it
-    hovers at zero, as the advantages of a group cancel. Its gradient does not: watch reward and grad norm.
+    On the first update logp equals old_logp, every ratio is 1 and the loss is minus the mean advantage of a
+    token: near zero whatever the policy does, as a group's advantages cancel but for unequal lengths. Its
+    gradient is not zero: watch reward and gradient norm, not the loss.
     """
     named = {"old_logp": old_logp, "advantage": advantage, "weights": weights, "ref_logp": ref_logp}
     for name, tensor in named.items():  # (T,) with (T, 1) would broadcast to (T, T) without a word
@@ -486,7 +496,7 @@ def policy_loss(logp, old_logp, advantage, total_tokens, *, clip_low=0.2, clip_h
 def mismatch(sampler_logp, trainer_logp):
     """
     The gap between sampler and trainer on the same tokens, FP32 (T,) each, as 0-d device tensors: mean_dlogp,
-    max_dlogp, k3 (estimates KL(sampler || trainer)), differing (share of tokens whose bits differ), count.
+    max_dlogp, k3 (estimates KL(sampler || trainer)), differing (share of tokens whose bits differ), differing_tokens.
     """
     differs = sampler_logp.view(torch.int32) != trainer_logp.view(torch.int32)  # bits: -0 is not 0
     gap, tokens = (sampler_logp - trainer_logp).abs(), max(len(differs), 1)
@@ -495,7 +505,7 @@ def mismatch(sampler_logp, trainer_logp):
         "max_dlogp": gap.max() if len(gap) else gap.sum(),
         "k3": k3(sampler_logp, trainer_logp).sum() / tokens,
         "differing": differs.sum() / tokens,
-        "count": differs.sum(),
+        "differing_tokens": differs.sum(),
     }
 
 

@@ -48,6 +48,7 @@ class Config:
     task: str = opt("sum", f"one of {', '.join(grpo.TASKS)}")
     data: str = opt("", "for --task=jsonl: TRAIN.jsonl,HELDOUT.jsonl with fields question and answer")
     difficulty: int = opt(None, "for generated tasks: number of terms, which sets the length of the worked steps")
+    digits: int = opt(None, "for --task=sum: digits of a term")
     precision: str = opt("fp8", "bf16, fp8-rollout (only the sampler in FP8) or fp8 (one FP8 flow for both)")
     device: str = opt("", "cuda or cpu; empty: cuda if there is one")
     seed: int = opt(0, "seed of weights, problems and samples")
@@ -95,11 +96,11 @@ class Config:
 
 # Values for flags that were not given: for the small model by device, else for a checkpoint.
 PRESETS = {
-    "cuda": dict(difficulty=4, layers=6, width=512, sft_steps=300, sft_batch=256, sft_lr=1e-3, steps=150, prompts=64,
+    "cuda": dict(difficulty=4, digits=2, layers=6, width=512, sft_steps=300, sft_batch=256, sft_lr=1e-3, steps=150, prompts=64,
                  samples=16, max_new_tokens=128, lr=3e-4, micro_tokens=32768, eval_every=50),
-    "cpu": dict(difficulty=2, layers=2, width=128, sft_steps=150, sft_batch=64, sft_lr=3e-3, steps=60, prompts=16,
+    "cpu": dict(difficulty=3, digits=1, layers=2, width=128, sft_steps=150, sft_batch=64, sft_lr=3e-3, steps=60, prompts=16,
                 samples=8, max_new_tokens=40, lr=1e-3, micro_tokens=4096, eval_every=20),
-    "checkpoint": dict(difficulty=4, layers=0, width=0, sft_steps=0, sft_batch=64, sft_lr=1e-5, steps=100, prompts=32,
+    "checkpoint": dict(difficulty=4, digits=2, layers=0, width=0, sft_steps=0, sft_batch=64, sft_lr=1e-5, steps=100, prompts=32,
                        samples=8, max_new_tokens=512, lr=1e-6, micro_tokens=16384, eval_every=0),
 }
 
@@ -227,7 +228,7 @@ class Run:
 
     def encode_prompt(self, example):
         """Ids of a problem: through the checkpoint's chat template if it has one, else as plain text."""
-        if self.cfg.model and self.tokenizer.has_template:
+        if self.cfg.model and self.tokenizer.template is not None:
             return self.tokenizer.chat([{"role": "user", "content": example.prompt}])
         return self.tokenizer.encode(example.prompt, parse_special=False)
 
@@ -436,7 +437,7 @@ SMALL_CONTEXT = 16384     # positions of the small model: traces of thousands of
 
 
 def make_task(cfg):
-    first = cfg.data.split(",") if cfg.task == "jsonl" else [cfg.difficulty]
+    first = {"jsonl": cfg.data.split(","), "sum": (cfg.difficulty, cfg.digits)}.get(cfg.task, (cfg.difficulty,))
     return grpo.TASKS[cfg.task](*first, seed=cfg.seed, heldout=cfg.eval_problems)
 
 
@@ -566,10 +567,13 @@ def main(argv=None):
     if not run.restore():
         run.evaluate("at the start")
         supervised(run)
+        for moment in (*run.optimizer.m.values(), *run.optimizer.v.values(), run.optimizer.steps):
+            moment.zero_()                    # GRPO is a new objective, whose gradients have another size
         if cfg.kl and cfg.sft_steps:
             run.model.save_pretrained(os.path.join(cfg.out, "start"), run.optimizer.masters())
         if cfg.sft_steps:
             run.evaluate("after the supervised phase")
+        run.save()
     print(COLUMNS)
     while run.step < cfg.steps:
         r = grpo_step(run)
