@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fp8
 import grpo
 from model import PAGE, Config, Transformer, attention, pack, paged_attention, sample, token_logprobs
-from rollout import Sampler
+from rollout import Parser, Sampler, explain
 from train import score
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -88,8 +88,12 @@ def read_results(path):
     """The object in `path`, or an empty one. Rows of two GPUs never share a file: they would be compared."""
     if not os.path.exists(path):
         return {"rows": []}
-    with open(path, encoding="utf-8") as f:
-        found = json.load(f)
+    try:
+        with open(path, encoding="utf-8") as f:
+            found = json.load(f)
+        found["rows"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no result of bench.py ({error!r}): move it away, or give another --out")
     mine = machine()["gpu"]
     if found.get("gpu") != mine:
         raise ValueError(f"{path} holds rows of '{found.get('gpu')}', this is '{mine}': give another --out")
@@ -667,27 +671,30 @@ def run_sections(names, out, quick):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="+", help=f"{', '.join(SECTIONS)}; or plot and run folders")
     parser.add_argument("--out", help="JSON file to merge into; for plot, the picture [assets/runs.png]")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = parser.parse_args()
     out = args.out
     if out is None and not args.quick and "H200" in machine()["gpu"]:
         out = os.path.join(HERE, "assets", "bench_h200.json")
-    try:                                # what a user may get wrong; a kernel that fails shows its traceback
-        if args.sections[0] == "plot":
-            return plot(args.sections[1:], args.out or os.path.join(HERE, "assets", "runs.png"))
-        for name in args.sections:
-            if name not in SECTIONS:
-                near = difflib.get_close_matches(name, SECTIONS, 1) or [", ".join(SECTIONS)]
-                raise ValueError(f"unknown section '{name}': did you mean {near[0]}?")
-        if out:
-            read_results(out)           # a file of another GPU is refused now, not after the measurements
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"error: {error}")
+    if args.sections[0] == "plot":
+        return plot(args.sections[1:], args.out or os.path.join(HERE, "assets", "runs.png"))
+    for name in args.sections:
+        if name not in SECTIONS:
+            near = difflib.get_close_matches(name, SECTIONS, 1) or [", ".join(SECTIONS)]
+            raise ValueError(f"unknown section '{name}': did you mean {near[0]}?")
+    if out:
+        read_results(out)               # a file of another GPU is refused now, not after the measurements
     return run_sections(args.sections, out, args.quick)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except Exception as error:
+        if "--debug" in sys.argv:
+            raise
+        sys.exit(explain(error, "the load of this GPU, or add --quick"))

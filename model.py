@@ -90,8 +90,9 @@ class Transformer(nn.Module):
         super().__init__()
         if precision not in PRECISIONS:
             raise ValueError(f"precision is '{precision}': choose one of {', '.join(PRECISIONS)}")
-        if dtype != torch.bfloat16 and precision != "bf16":
-            raise ValueError(f"dtype is {dtype}: only precision='bf16' computes in another type than torch.bfloat16")
+        if dtype not in (torch.bfloat16, torch.float32) or dtype != torch.bfloat16 and precision != "bf16":
+            raise ValueError(f"dtype is {dtype}: it must be torch.bfloat16, or torch.float32 with precision='bf16' "
+                             "(FP16 would overflow in models that were trained in BF16)")
         self.config, self.precision, self.dtype = config, precision, dtype
         device = torch.device(device or "cpu")
         check_device(device, precision, config)
@@ -118,6 +119,9 @@ class Transformer(nn.Module):
         packing = seqlens if isinstance(seqlens, Packing) else pack(seqlens, tokens.device)
         if packing.total != tokens.numel():
             raise ValueError(f"seqlens sum to {packing.total}, but there are {tokens.numel()} tokens")
+        longest, most = max(packing.lengths, default=0), self.config.max_position_embeddings
+        if longest > most:                # the kernels would read past the end of the RoPE table
+            raise ValueError(f"a sequence has {longest} tokens, the model takes {most} (max_position_embeddings)")
         return self._run(tokens, packing.positions, lambda i, q, k, v: attention(q, k, v, packing),
                          self.precision == "fp8")
 
@@ -196,7 +200,8 @@ class Transformer(nn.Module):
         """Read a Hugging Face folder (or, with huggingface_hub, a name like Qwen/Qwen3-0.6B)."""
         folder = folder_from_name(folder)
         config = Config.from_folder(folder)
-        return cls(config, precision, device, dtype, seed=None).load(read_tensors(folder, config))
+        tensors = read_tensors(folder, config)        # checks the files before any memory is taken
+        return cls(config, precision, device, dtype, seed=None).load(tensors)
 
     def save_pretrained(self, folder, pairs=None):
         """Write a folder that any Hugging Face loader reads: BF16 weights under their usual names.
@@ -345,6 +350,9 @@ class Config:
                              f"num_key_value_heads {self.num_key_value_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs of channels")
+        if max(self.eos_token_id, default=0) >= self.vocab_size:
+            raise ValueError(f"eos_token_id {max(self.eos_token_id)} (here, in generation_config.json or in "
+                             f"tokenizer_config.json) is beyond vocab_size {self.vocab_size}")
 
     @property
     def qkv_bias(self):
@@ -780,6 +788,8 @@ class Tokenizer:
             self._encoding = tiktoken.Encoding(where, pat_str=pattern, mergeable_ranks=ranks,
                                                special_tokens={})
             self._added = self._read_added(raw)
+            if not all(type(i) is int and 0 <= i < 2**31 for i in self._bytes):
+                raise ValueError(f"{where}: a token has an id that is no whole number from 0 on")
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{where}: not the tokenizer.json of a byte-level BPE ({error!r})") from error
         except ValueError as error:                     # from here, or from tiktoken about the pattern
@@ -798,7 +808,10 @@ class Tokenizer:
         if (folder / "tokenizer_config.json").exists():
             files["tokenizer_config.json"] = _read_json(folder / "tokenizer_config.json")
         if (folder / "chat_template.jinja").exists():
-            files["chat_template.jinja"] = (folder / "chat_template.jinja").read_bytes().decode()
+            try:
+                files["chat_template.jinja"] = (folder / "chat_template.jinja").read_bytes().decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{folder / 'chat_template.jinja'} is not UTF-8 ({error})") from None
         return cls(files, read_eos_ids(folder), str(where))
 
     @classmethod
@@ -927,16 +940,10 @@ class Tokenizer:
             source = {t.get("name"): t.get("template") for t in source}.get("default")
         return source if isinstance(source, str) else None
 
-    def render(self, messages, thinking=None):
-        """The text that `chat` encodes."""
-        source, settings = self.template, self.files.get("tokenizer_config.json", {})
-        if source is None:
-            raise ValueError(f"{self.where}: no chat template beside it (a base model?): encode plain text")
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        values = {name: _token_text(settings[name]) for name in names if settings.get(name) is not None}
-        if thinking is not None:
-            values["enable_thinking"] = thinking
-        # Sandboxed, since a template is code from a download; with the settings that templates count on.
+    @functools.cached_property
+    def _compiled(self):
+        """The template as jinja runs it: sandboxed, since it is code from a download, and with the settings that
+        templates count on."""
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                            extensions=["jinja2.ext.loopcontrols"])
         # jinja's own filter escapes <, > and & for HTML.
@@ -944,10 +951,20 @@ class Tokenizer:
             value, ensure_ascii=ensure_ascii, **options)
         env.globals |= {"raise_exception": _raise_exception,
                         "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
+        return env.from_string(self.template)
+
+    def render(self, messages, thinking=None):
+        """The text that `chat` encodes."""
+        settings = self.files.get("tokenizer_config.json", {})
+        if self.template is None:
+            raise ValueError(f"{self.where}: no chat template beside it (a base model?): encode plain text")
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        values = {name: _token_text(settings[name]) for name in names if settings.get(name) is not None}
+        if thinking is not None:
+            values["enable_thinking"] = thinking
         try:
-            return env.from_string(source).render(messages=messages, tools=None, documents=None,
-                                                  add_generation_prompt=True, **values)
-        except (jinja2.TemplateError, TypeError, AttributeError) as error:
+            return self._compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **values)
+        except Exception as error:               # a template is a program of its own, which may raise anything
             raise ValueError(f"{self.where}: the chat template failed: {error}") from error
 
 

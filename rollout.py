@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from model import PAGE, Tokenizer, Transformer, sample
+from model import PAGE, PRECISIONS, Config, Tokenizer, Transformer, folder_from_name, sample
 
 STEPS_PER_LOOK = 8        # decode steps between two looks: a finished row idles for half of them on average
 PREFILL_TOKENS = 8192     # packed tokens of one prefill call; only a longer single sequence exceeds it
@@ -549,17 +549,36 @@ def check_request(config, prompts, n, max_new_tokens, temperature, seed, stop, k
 
 # ---- the command line: talk to a checkpoint --------------------------------------------------------------
 
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError, one line, where argparse would print all of its usage and exit."""
+
+    def error(self, message):
+        raise ValueError(f"{message} (--help lists the flags)")
+
+
+def explain(error, lower):
+    """An exception as the one or two lines that a person needs; `lower` names flags that save GPU memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"error: out of GPU memory: lower {lower}\n{str(error).split('. ')[0]}"
+    lines = str(error).strip().splitlines()[:2] or [""]
+    if not isinstance(error, (ValueError, RuntimeError, OSError, ImportError, ArithmeticError)):
+        lines[0] = f"{type(error).__name__}: {lines[0]} (--debug shows where)"   # not foreseen: a fault of the code
+    return "error: " + "\n".join(lines)
+
+
 def talk(args):
     """Samples, prints the completions on stdout and everything else on stderr."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cpu":
-        print("on the CPU: the plain torch reference, exact and slow", file=sys.stderr)
-    tokenizer = Tokenizer.from_pretrained(args.model)    # before the weights: its faults show at once
+    folder = folder_from_name(args.model)                # all that can be wrong is found before weights are read
+    config, tokenizer = Config.from_folder(folder), Tokenizer.from_pretrained(folder)
     if tokenizer.template is not None:
         ids = tokenizer.chat([{"role": "user", "content": args.prompt}], args.thinking)
     else:
         ids = tokenizer.encode(args.prompt)              # a base model continues the text
-    model = Transformer.from_pretrained(args.model, precision=args.precision, device=device)
+    check_request(config, [ids], args.n, args.max_new_tokens, args.temperature, args.seed, tokenizer.eos_ids, None)
+    if device == "cpu":
+        print("on the CPU: the plain torch reference, exact and slow", file=sys.stderr)
+    model = Transformer.from_pretrained(folder, precision=args.precision, device=device)
     rollout = Sampler(model, verbose=sys.stdout.isatty()).generate(
         [ids], args.n, args.max_new_tokens, args.temperature, args.seed, stop=tokenizer.eos_ids)
     for i, (tokens, finish) in enumerate(zip(rollout.tokens, rollout.finish)):
@@ -571,24 +590,23 @@ def talk(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Sample from a checkpoint folder.")
+    parser = Parser(description="Sample from a checkpoint folder.")
     parser.add_argument("--model", required=True, help="Hugging Face folder, or one that train.py saved")
     parser.add_argument("--prompt", required=True, help="put into the chat template, if there is one")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="length limit of a completion")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
     parser.add_argument("--n", type=int, default=1, help="completions of the prompt")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--precision", default="fp8", help="fp8, fp8-rollout or bf16")
-    parser.add_argument("--device", help="cuda or cpu; default: cuda where there is one")
+    parser.add_argument("--precision", default="fp8", choices=PRECISIONS, help="fp8, fp8-rollout or bf16")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="for templates that ask")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    args = parser.parse_args()
     try:
-        talk(args)
-    except (ValueError, RuntimeError, OSError, ArithmeticError) as error:
-        if args.debug:
+        talk(parser.parse_args())
+    except Exception as error:
+        if "--debug" in sys.argv:
             raise
-        sys.exit(f"error: {error}")
+        sys.exit(explain(error, "--n or --max-new-tokens"))
 
 
 if __name__ == "__main__":

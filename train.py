@@ -14,23 +14,27 @@ token of each step's first update, and a difference stops the run.
 import argparse
 import dataclasses
 import difflib
+import importlib.util
 import json
+import math
 import os
 import platform
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import fp8
 import grpo
 import model as model_file
 from model import Tokenizer, Transformer, token_logprobs
-from rollout import Sampler
+from rollout import Parser, Sampler, explain
 
 # ---- configuration ----------------------------------------------------------------------------------------------
 
@@ -96,19 +100,18 @@ class Config:
 
 # Values for flags that were not given: for the small model by device, else for a checkpoint.
 PRESETS = {
-    "cuda": dict(difficulty=4, digits=2, layers=6, width=512, sft_steps=300, sft_batch=256, sft_lr=1e-3, steps=150, prompts=64,
-                 samples=16, max_new_tokens=128, lr=3e-4, micro_tokens=32768, eval_every=50),
-    "cpu": dict(difficulty=3, digits=1, layers=2, width=128, sft_steps=150, sft_batch=64, sft_lr=3e-3, steps=60, prompts=16,
-                samples=8, max_new_tokens=40, lr=1e-3, micro_tokens=4096, eval_every=20),
-    "checkpoint": dict(difficulty=4, digits=2, layers=0, width=0, sft_steps=0, sft_batch=64, sft_lr=1e-5, steps=100, prompts=32,
-                       samples=8, max_new_tokens=512, lr=1e-6, micro_tokens=16384, eval_every=0),
+    "cuda": dict(difficulty=4, digits=2, layers=6, width=512, sft_steps=400, sft_batch=256, sft_lr=1e-3, steps=60,
+                 prompts=64, samples=16, max_new_tokens=128, lr=1e-4, micro_tokens=32768, eval_every=20),
+    "cpu": dict(difficulty=3, digits=1, layers=2, width=128, sft_steps=400, sft_batch=32, sft_lr=3e-3, steps=30,
+                prompts=16, samples=8, max_new_tokens=32, lr=1e-4, micro_tokens=4096, eval_every=10),
+    "checkpoint": dict(difficulty=4, digits=2, layers=0, width=0, sft_steps=0, sft_batch=64, sft_lr=1e-5, steps=100,
+                       prompts=32, samples=8, max_new_tokens=512, lr=1e-6, micro_tokens=16384, eval_every=0),
 }
 
 
 def parse(argv):
     """Command line -> Config. An unknown flag is refused with the nearest name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     for f in dataclasses.fields(Config):
         flag, text = "--" + f.name.replace("_", "-"), f.metadata["help"] + f" [{f.default}]"
         if f.type is bool:
@@ -123,6 +126,10 @@ def parse(argv):
         raise ValueError(f"unknown argument '{unknown[0]}'" + (f": did you mean {near[0]}?" if near else ": see --help"))
     cfg = Config(**vars(known))
     cfg.device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if cfg.device.split(":")[0] not in ("cuda", "cpu"):
+        raise ValueError(f"--device={cfg.device}: it must be cuda, cuda:N or cpu")
+    if cfg.resume and not cfg.out:
+        raise ValueError("--resume needs --out=FOLDER, the folder of the run to go on with")
     for name, value in PRESETS["checkpoint" if cfg.model else cfg.device.split(":")[0]].items():
         if getattr(cfg, name) is None:
             setattr(cfg, name, value)
@@ -139,9 +146,14 @@ def check(cfg):
     for name, allowed in choices.items():
         if getattr(cfg, name) not in allowed:
             raise ValueError(f"--{name}={getattr(cfg, name)}: choose one of {', '.join(filter(None, allowed))}")
-    for name in ("prompts", "updates", "max_new_tokens", "micro_tokens", "keep", "difficulty", "eval_problems"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(cfg, name)}: must be at least 1")
+    positive = {"prompts", "updates", "max_new_tokens", "micro_tokens", "keep", "difficulty", "eval_problems"}
+    positive |= set() if cfg.model else {"layers", "width"}
+    for f in dataclasses.fields(Config):
+        value, low = getattr(cfg, f.name), int(f.name in positive)
+        high = 1 if f.name in ("beta1", "beta2") else math.inf
+        if f.type in (int, float) and f.name != "seed" and not low <= value < high:      # NaN is refused as well
+            raise ValueError(f"--{f.name.replace('_', '-')}={value}: must be a number of at least {low}"
+                             + (" and below 1" if high == 1 else ""))
     if cfg.samples < 2:
         raise ValueError(f"--samples={cfg.samples}: a group needs at least 2 completions, its mean is the baseline")
     if cfg.updates > cfg.prompts:
@@ -150,8 +162,13 @@ def check(cfg):
         raise ValueError(f"--temperature={cfg.temperature}: training samples need a temperature above 0")
     if cfg.tis and cfg.precision != "fp8-rollout":
         raise ValueError(f"--tis={cfg.tis} corrects the gap of --precision=fp8-rollout, not of {cfg.precision}")
-    if cfg.task == "jsonl" and not cfg.data:
-        raise ValueError("--task=jsonl needs --data=TRAIN.jsonl,HELDOUT.jsonl (GSM8K: github openai/grade-school-math)")
+    files = cfg.data.split(",")
+    if cfg.task == "jsonl" and not (1 <= len(files) <= 2 and all(files)):
+        raise ValueError(f"--task=jsonl needs --data=TRAIN.jsonl,HELDOUT.jsonl, not '{cfg.data}' (GSM8K: {grpo.GSM8K})")
+    if cfg.task != "jsonl" and cfg.data:
+        raise ValueError(f"--data={cfg.data} is read by --task=jsonl, not by --task={cfg.task}")
+    if cfg.wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError("--wandb needs the package wandb: pip install wandb, or leave it out (log.jsonl has all)")
 
 
 # ---- packing ----------------------------------------------------------------------------------------------------
@@ -196,7 +213,7 @@ class Run:
     """Everything a run holds; its methods are the phases of the loop in `main`."""
 
     def __init__(self, cfg):
-        self.cfg, self.step, self.skipped, self.silent, self.warned = cfg, 0, 0, 0, False
+        self.cfg, self.step, self.skipped, self.bad, self.silent, self.warned = cfg, 0, 0, 0, 0, False
         self.device = torch.device(cfg.device)
         self.task = make_task(cfg)
         self.start_clock = time.time()
@@ -207,13 +224,16 @@ class Run:
         else:
             self.tokenizer = Tokenizer.bytes()
             config = small_config(cfg, self.tokenizer)
+        self.fit(config)
+        # This call checks the headers of a checkpoint's files: before memory is taken, or a file written.
+        tensors = model_file.read_tensors(folder, config) if cfg.model else None
         self.prepare_folder()
         self.model = Transformer(config, cfg.precision, self.device, seed=None)
         self.model.recompute = cfg.recompute
         # The file, or the generator of random weights, is read twice: once for what the forward pass reads, once for
         # the FP32 masters. The model alone never holds more than its own precision.
         first = lambda: (model_file.read_tensors(folder, config) if cfg.model else self.model.random_tensors(cfg.seed))
-        self.model.load(first())
+        self.model.load(tensors or first())
         self.optimizer = fp8.AdamW(self.model.weights(), (cfg.beta1, cfg.beta2), 1e-8, cfg.weight_decay,
                                    decay=lambda name: not name.endswith(("norm", "bias")))
         self.optimizer.load(first())
@@ -231,6 +251,38 @@ class Run:
         if self.cfg.model and self.tokenizer.template is not None:
             return self.tokenizer.chat([{"role": "user", "content": example.prompt}])
         return self.tokenizer.encode(example.prompt, parse_special=False)
+
+    def fit(self, config):
+        """Leave out problems whose completion may not fit the context: said now, never cut in silence later."""
+        cfg, most, ids = self.cfg, config.max_position_embeddings, config.vocab_size
+        encode = lambda text: self.tokenizer.encode(text or "", parse_special=False)
+
+        def fits(example):
+            prompt = self.encode_prompt(example)
+            if max(prompt, default=0) >= ids:
+                raise ValueError(f"{cfg.model}: tokenizer.json makes id {max(prompt)} of {example.prompt[:60]!r}, by "
+                                 f"config.json the model has {ids} ids: the two files do not match")
+            solution = len(encode(example.solution)) + 1 if cfg.sft_steps else 0
+            return len(prompt) + max(cfg.max_new_tokens, solution) <= most
+
+        if not self.tokenizer.eos_ids:
+            raise ValueError(f"{cfg.model}: no file names an end-of-text id, so that no completion would end: put "
+                             "eos_token_id into generation_config.json")
+        rows = getattr(self.task, "rows", self.task.heldout)    # generated ones are drawn: the held-out stand in
+        if cfg.sft_steps and (bare := [e for e in rows if e.solution is None]):
+            raise ValueError(f"--sft-steps={cfg.sft_steps} learns from solutions, and {len(bare)} of {len(rows)} answers "
+                             f"in {cfg.data} have none before their last line '#### ...': --sft-steps=0")
+        dropped = [0, 0]
+        for i, examples in enumerate((rows, self.task.heldout)):
+            before, examples[:] = len(examples), [e for e in examples if fits(e)]
+            dropped[i] = before - len(examples)
+        what = f"a prompt and {'its solution or ' if cfg.sft_steps else ''}--max-new-tokens={cfg.max_new_tokens}"
+        if not rows or not self.task.heldout or rows is self.task.heldout and dropped[0]:
+            raise ValueError(f"{what} do not fit the {most} tokens that the model takes: lower --max-new-tokens, "
+                             f"or give {'shorter problems' if cfg.data else 'a lower --difficulty'}")
+        if any(dropped):
+            print(f"note: {dropped[0]} training and {dropped[1]} held-out problems are left out: {what} would pass "
+                  f"the {most} tokens that the model takes; {len(rows)} and {len(self.task.heldout)} remain")
 
     def problems(self, first, count):
         """`count` training examples from a running number on, in an order that depends on the seed alone."""
@@ -279,7 +331,8 @@ class Run:
 
     @torch.no_grad()
     def no_grad_scores(self, model, sequences):
-        return [score(model, b, self.inv_temp) for b in micro_batches(sequences, self.cfg.micro_tokens)]
+        parts = [score(model, b, self.inv_temp) for b in micro_batches(sequences, self.cfg.micro_tokens)]
+        return [torch.empty(0, device=self.device)] + parts        # not an empty list when all were dropped
 
     def update(self, batch, metrics):
         """One optimizer update. The loss is divided by the token count of the whole update, known beforehand.
@@ -323,7 +376,8 @@ class Run:
     def reference_model(self):
         """The policy that GRPO started from, loaded when the first KL term asks for it and never before."""
         if self.reference is None:
-            folder = self.cfg.model or os.path.join(self.cfg.out, "start")
+            start = os.path.join(self.cfg.out, "start")
+            folder = self.cfg.model if self.cfg.model and not self.cfg.sft_steps else start
             self.reference = Transformer.from_pretrained(folder, self.cfg.precision, self.device)
         return self.reference
 
@@ -368,12 +422,24 @@ class Run:
         cfg = self.cfg
         if os.path.isdir(cfg.out) and checkpoints(cfg.out) and not cfg.resume:
             raise ValueError(f"--out={cfg.out} holds checkpoints of a run: add --resume to go on, or give another folder")
+        self.tell_changes(os.path.join(cfg.out, "config.json"))
         os.makedirs(os.path.join(cfg.out, "source"), exist_ok=True)
         here = os.path.dirname(os.path.abspath(__file__))
         for name in ("model.py", "fp8.py", "rollout.py", "grpo.py", "train.py"):
             shutil.copy(os.path.join(here, name), os.path.join(cfg.out, "source", name))
         with open(os.path.join(cfg.out, "config.json"), "w", encoding="utf-8") as f:
             json.dump(dataclasses.asdict(cfg), f, indent=1)
+
+    def tell_changes(self, path):
+        """A resumed run takes its flags from the command line: what differs from the run before is said."""
+        if not os.path.exists(path):
+            return
+        with open(path, encoding="utf-8") as f:
+            before = json.load(f)
+        changed = [f"{k}={v} (was {before[k]})" for k, v in dataclasses.asdict(self.cfg).items()
+                   if k not in ("resume", "debug", "out") and before.get(k, v) != v]
+        if changed:
+            print(f"note: the run in {self.cfg.out} goes on with other flags: {', '.join(changed)}")
 
     def log(self, record):
         """One JSON object a line. ASCII only, so that no odd text of a model can break a line."""
@@ -393,6 +459,8 @@ class Run:
         folder = os.path.join(self.cfg.out, f"step-{self.step:06d}")
         if os.path.isdir(folder):
             return folder
+        if not all(master.isfinite().all() for master in self.optimizer.master.values()):
+            raise RuntimeError("the weights are not finite: they are not saved, the checkpoint before stays; lower --lr")
         part = os.path.join(self.cfg.out, ".saving")
         shutil.rmtree(part, ignore_errors=True)
         self.model.save_pretrained(part, self.optimizer.master.items())
@@ -408,14 +476,19 @@ class Run:
     def restore(self):
         """Go on from the newest checkpoint, if there is one: same weights, moments, counters, and so the same bits."""
         found = checkpoints(self.cfg.out) if self.cfg.resume else []
+        path = os.path.join(self.cfg.out, "log.jsonl")
         if not found:
+            open(path, "w").close()                  # lines of a start that was killed before its first checkpoint
             return False
         folder = os.path.join(self.cfg.out, found[-1])
-        self.optimizer.load_state(load_file(os.path.join(folder, "optimizer.safetensors")))
-        with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
-            state = json.load(f)
-        self.step, self.skipped, self.silent = state["step"], state["skipped"], state["silent"]
-        path = os.path.join(self.cfg.out, "log.jsonl")
+        try:
+            tensors = load_file(os.path.join(folder, "optimizer.safetensors"))
+            with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
+                state = json.load(f)
+            self.step, self.skipped, self.silent = state["step"], state["skipped"], state["silent"]
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise ValueError(f"{folder} is damaged ({error!r}): remove it, and --resume takes the one before") from None
+        self.optimizer.load_state(tensors)
         with open(path, encoding="utf-8") as f:      # lines of steps that the checkpoint does not know are run again
             lines = [line for line in f if line.endswith("\n") and self.known(json.loads(line))]
         with open(path + ".part", "w", encoding="utf-8") as f:
@@ -425,7 +498,9 @@ class Run:
         return True
 
     def known(self, record):
-        return record["step"] < self.step or record["kind"] != "step" and record["step"] <= self.step
+        """Whether the checkpoint holds a line's work. A finished run evaluates again: its last evaluation is not kept."""
+        last = 0 < record["step"] == self.cfg.steps
+        return record["step"] < self.step or record["kind"] != "step" and record["step"] == self.step and not last
 
 
 def checkpoints(folder):
@@ -464,8 +539,9 @@ def header(run):
                             cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip() if shutil.which("git") else ""
     version = fp8.triton.__version__ if fp8.triton else "absent"
     print(f"{name} | torch {torch.__version__}, triton {version}, Python {platform.python_version()} | commit {commit or '-'}")
-    if not cuda and not cfg.model:
-        print("no CUDA device: the toy size runs on the CPU, FP8 by its reference in plain torch")
+    if not cuda:
+        print(f"{'--device=cpu' if torch.cuda.is_available() else 'no CUDA device found'}: "
+              f"{cfg.model or 'a toy size'} runs on the CPU, FP8 by its reference in plain torch: exact, and slow")
     count = sum(w.shape.numel() for w in run.model.weights().values())
     print(f"{c.model_type}, {count / 1e6:.1f}M parameters, {c.num_hidden_layers} layers of {c.hidden_size}, vocabulary "
           f"{c.vocab_size} | precision {cfg.precision}, exact={run.exact} | run folder {cfg.out}")
@@ -535,12 +611,14 @@ def record(run, rollout, rewards, batches, means, results, clock):
     lengths = [len(tokens) for tokens in rollout.tokens]
     groups = rewards.view(-1, cfg.samples)
     best, worst = groups.max(1).values, groups.min(1).values
-    run.skipped += sum(not finite.item() for _, finite in results)
+    skipped = sum(not finite.item() for _, finite in results)
+    run.skipped, run.bad = run.skipped + skipped, run.bad + 1 if skipped else 0
     trained = sum(len(prompt) + len(completion) - 1 for b in batches for prompt, completion in b["sequences"])
     mem = torch.cuda.max_memory_allocated(run.device) / 2**30 if run.device.type == "cuda" else 0.0
     return {"kind": "step", "step": run.step, "reward": rewards.mean().item(), "solved": (best > 0).float().mean().item(),
             "equal_groups": (best == worst).float().mean().item(), "length": sum(lengths) / len(lengths),
             "length_max": max(lengths), "truncated": rollout.finish.count("length") / len(lengths),
+            "loss": 0.0, "entropy": 0.0,                      # of no tokens, if all were dropped
             **{name: float(value) for name, value in means.items()},
             "grad_norm": results[-1][0].item(), "skipped": run.skipped, "tokens": sum(lengths),
             "lr": run.learning_rate(run.step, cfg.lr, cfg.steps),
@@ -554,8 +632,27 @@ def watch(run, r):
     if run.silent in (3, 30, 300):
         print(f"warning: for {run.silent} steps every group had equal rewards, so there was no gradient "
               f"(truncated {r['truncated']:.0%}: try --max-new-tokens, an easier task, or a longer supervised phase)")
-    if r["skipped"] and r["grad_norm"] != r["grad_norm"]:
-        print(f"warning: step {r['step']} had a non-finite gradient and was skipped ({r['skipped']} so far)")
+    if run.cfg.drop_truncated and r["truncated"] == 1.0:
+        print(f"warning: in step {r['step']} every completion reached --max-new-tokens={run.cfg.max_new_tokens} and was "
+              "dropped, so there was no gradient")
+    if run.bad:
+        print(f"warning: step {r['step']} had a non-finite gradient, its update was skipped ({r['skipped']} so far)")
+    if run.bad == 5:
+        raise RuntimeError("5 steps in a row had a non-finite gradient and changed nothing: lower --lr, or go on from an "
+                           "older checkpoint; --debug and --precision=bf16 help to find the cause")
+
+
+def on_interrupt():
+    """From now on the first Ctrl-C fills the list returned, so that the step is finished and saved; the second stops."""
+    pressed = []
+
+    def handler(signum, frame):
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(signum)
+        print("interrupted: this step is finished first, then saved (Ctrl-C again: stop at once)", flush=True)
+    signal.signal(signal.SIGINT, handler)
+    return pressed
 
 
 def main(argv=None):
@@ -569,13 +666,14 @@ def main(argv=None):
         supervised(run)
         for moment in (*run.optimizer.m.values(), *run.optimizer.v.values(), run.optimizer.steps):
             moment.zero_()                    # GRPO is a new objective, whose gradients have another size
-        if cfg.kl and cfg.sft_steps:
-            run.model.save_pretrained(os.path.join(cfg.out, "start"), run.optimizer.masters())
+        if cfg.sft_steps or not cfg.model:    # kept even without --kl, which a resumed run may ask for
+            run.model.save_pretrained(os.path.join(cfg.out, "start"), run.optimizer.master.items())
         if cfg.sft_steps:
             run.evaluate("after the supervised phase")
         run.save()
+    interrupted = on_interrupt()
     print(COLUMNS)
-    while run.step < cfg.steps:
+    while run.step < cfg.steps and not interrupted:
         r = grpo_step(run)
         run.log(r)
         print(step_line(r), flush=True)
@@ -585,6 +683,8 @@ def main(argv=None):
             run.evaluate(f"after {run.step} steps")
         if cfg.save_every and run.step % cfg.save_every == 0:
             run.save()
+    if interrupted:
+        return print(f"interrupted after {run.step} steps, saved {run.save()}: --out={cfg.out} --resume goes on")
     run.evaluate("at the end")
     print(f"saved {run.save()} | {time.time() - run.start_clock:.0f} s in all")
 
@@ -592,7 +692,9 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, RuntimeError, OSError) as error:
+    except KeyboardInterrupt:
+        sys.exit("interrupted: whole checkpoints stay, --resume goes on from the newest")
+    except Exception as error:
         if "--debug" in sys.argv:
             raise
-        sys.exit(f"error: {error}")
+        sys.exit(explain(error, "--micro-tokens, --max-new-tokens or --prompts, or add --recompute"))

@@ -1,0 +1,2436 @@
+"""
+What the program promises, as tests. In reading order:
+
+    1  references and quantizers       5  tasks, reward, loss
+    2  kernels against references      6  the sampler
+    3  exactness: one set of bits      7  training: runs, resume, checkpoints
+    4  model, checkpoints, tokenizer   8  the commands of the README
+
+    python -m pytest -q                        # everything that this machine can show
+    TRITON_INTERPRET=1 python -m pytest -q -k kernel    # what test_interpreted starts where there is no GPU
+
+Tests named test_kernel_* run the Triton kernels: on a GPU, or interpreted on a CPU in a process of their own,
+where there is no GPU; many run on the references as well. Without a GPU all kernels are also compiled for
+Hopper and their binaries inspected. Nothing is downloaded: models are random and tiny, tokenizers trained here.
+Comparisons with transformers and tokenizers skip where those are not installed.
+"""
+
+import json
+import math
+import os
+import random
+import re
+import shlex
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import unicodedata
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import fp8  # noqa: E402
+import grpo  # noqa: E402
+import model  # noqa: E402
+import rollout  # noqa: E402
+import train  # noqa: E402
+from fp8 import Weight  # noqa: E402
+from model import PAGE, Config, Tokenizer, Transformer, token_logprobs  # noqa: E402
+from rollout import PagePool, Sampler  # noqa: E402
+
+torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it does
+BF16, FP32 = torch.bfloat16, torch.float32
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
+needs_kernels = pytest.mark.skipif(not (CUDA or fp8.INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
+
+
+def by_mode(plain, interpreted, gpu):
+    """Cases for references on a CPU, for interpreted kernels (slow, FP32 only), and for a GPU."""
+    return gpu if CUDA else interpreted if fp8.INTERPRET else plain
+
+
+# Relative error against FP64: a few roundings of 2^-24 or 2^-9 in a row.
+LIMIT = {FP32: 3e-6, BF16: 1.2e-2}
+DTYPES = by_mode([FP32, BF16], [FP32], [BF16])  # the interpreter multiplies BF16 as integers
+
+
+def same(a, b, what=""):
+    """Equal to the bit (NaN equals NaN); the message counts the differences and shows the first."""
+    a, b = a.detach().cpu(), b.detach().cpu()
+    assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype}, {b.shape} {b.dtype}"
+    differ = (bits(a) != bits(b)) & ~(a.float().isnan() & b.float().isnan())
+    if differ.any():
+        i = tuple(differ.nonzero()[0].tolist())
+        raise AssertionError(f"{what}: {int(differ.sum())} of {a.numel()} differ, at {i}: {a[i]}, {b[i]}")
+
+
+def bits(x):
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(kinds[x.element_size()])
+
+
+def relative(a, b):
+    """Size of the error of a over the size of b."""
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    return ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
+
+
+def weight(*shape, keep="data", scale=1.0, dtype=BF16, device="cpu"):
+    w = Weight(shape, dtype, device, keep)
+    w.write((torch.randn(shape) * scale).to(device))
+    return w
+
+
+SIZES = dict(vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=16, max_position_embeddings=512, rms_norm_eps=1e-6,
+             rope_theta=1e6, tie_word_embeddings=False)
+
+
+def tiny_config(**changes):
+    return Config(**{**SIZES, "tie_word_embeddings": True, "eos_token_id": [7], **changes})
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+# ============================================================================================================
+# 1  References and quantizers
+# ============================================================================================================
+
+
+def dequantize_rows(codes, scales):
+    return codes.float() * scales.t().repeat_interleave(128, 1)[:, :codes.shape[1]]
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (7, 576), (128, 64), (33, 100), (129, 192), (300, 1), (5, 3)])
+def test_quantizers_definition(shape):
+    x = torch.randn(shape) * torch.logspace(-3, 3, shape[1])
+    M, K = shape
+    codes, scales = fp8.quantize_rows(x)
+    assert codes.shape == (M, K) and scales.shape == (-(-K // 128), M)
+    assert codes.stride(0) % 16 == 0 and scales.stride(0) % 4 == 0
+    for m in (0, M - 1):
+        for j in range(scales.shape[0]):
+            part = x[m, j * 128:(j + 1) * 128]
+            assert scales[j, m] == part.abs().max() / 448
+            same(codes[m, j * 128:(j + 1) * 128], (part / scales[j, m]).clamp(-448, 448).to(fp8.E4M3))
+    assert relative(dequantize_rows(codes, scales), x) < 0.04
+    (codes2, scales2), (codes_t, scales_t) = fp8.quantize_rows_cols(x)
+    same(codes2, codes), same(scales2, scales)
+    Mp = -(-M // 128) * 128
+    assert codes_t.shape == (K, Mp) and scales_t.shape == (Mp // 128, K)
+    assert (bits(codes_t[:, M:]) == 0).all(), "padding tokens must be exact zeros"
+    assert relative(dequantize_rows(codes_t, scales_t)[:, :M], x.t()) < 0.04
+    blocks, block_scales = fp8.quantize_blocks(x)
+    assert block_scales.shape == (-(-M // 128), -(-K // 128))
+    assert block_scales[0, 0] == x[:128, :128].abs().max() / 448
+    assert relative(fp8.dequantize_blocks(blocks, block_scales), x) < 0.04
+    same(fp8.transpose_codes(blocks), blocks.t())
+
+
+def test_zero_blocks_stay_finite():
+    w, x = torch.zeros(256, 256), torch.randn(4, 256)
+    w[3, 5], x[2] = 1.0, 0.0
+    for codes, scales in (fp8.quantize_blocks(w), fp8.quantize_rows(x), fp8.quantize_cols(x)):
+        assert codes.float().isfinite().all() and scales.isfinite().all() and (scales > 0).all()
+    layer = Weight((256, 256), keep="codes")
+    layer.write(w)
+    x.requires_grad_()
+    y = fp8.linear(x, layer)
+    y.sum().backward()
+    assert (y[2] == 0).all() and all(t.isfinite().all() for t in (y, x.grad, layer.grad))
+
+
+def test_error_does_not_depend_on_size():
+    x = torch.randn(64, 256)
+    sizes = (1, 1e-9, 1e-11, 1e6)
+    errors = [relative(dequantize_rows(*fp8.quantize_rows(x * size)), x * size) for size in sizes]
+    assert max(errors) < 1.1 * min(errors), errors
+    layer, grads = weight(128, 256, keep="codes"), []
+    for size in (1.0, 1e-9):
+        a = x.clone().requires_grad_()
+        layer.grad = None
+        fp8.linear(a, layer).backward(torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) * size)
+        grads.append((a.grad / size, layer.grad / size))
+    assert relative(grads[0][0], grads[1][0]) < 1e-2 and relative(grads[0][1], grads[1][1]) < 1e-2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_bad_values_reach_the_scale(bad):
+    x = torch.randn(130, 300)
+    x[129, 299] = bad
+    assert not fp8.quantize_rows(x)[1][2, 129].isfinite() and not fp8.quantize_cols(x)[1][1, 299].isfinite()
+    assert not fp8.quantize_blocks(x)[1][1, 2].isfinite()
+    assert not fp8.linear(x, weight(64, 300, keep="codes"))[129].isfinite().any()
+
+
+def test_clamp_and_no_nan_for_any_amax():
+    amax = torch.logspace(-6, 3, 20000) * (1 + torch.rand(20000))
+    mantissas = torch.arange(1, 1 << 15, 3, dtype=torch.int16).view(torch.bfloat16).float()
+    powers = torch.tensor([448.0 * 2 ** k for k in range(-30, 31)])
+    for values in (amax, mantissas[mantissas.isfinite()], powers):
+        codes = fp8.quantize_rows(values[:, None])[0].float()
+        assert codes.isfinite().all() and codes.abs().max() <= 448
+
+
+def test_views_equal_copies():
+    x = torch.randn(256, 400)
+    for view in (x.t(), x[:, ::2], x[:, 37:165], x[:1].expand(9, 400), x[::3]):
+        for mine, other in zip(fp8.quantize_rows_cols(view), fp8.quantize_rows_cols(view.contiguous())):
+            same(mine[0], other[0]), same(mine[1], other[1])
+        same(fp8.quantize_blocks(view)[0], fp8.quantize_blocks(view.contiguous())[0])
+
+
+@pytest.mark.parametrize("M", [0, 1, 127, 129, 512, 641, 1153])
+def test_gradients_against_fp64(M):
+    """All three products within the quantization error; sizes differ by 10^4 between blocks and tokens."""
+    torch.manual_seed(M)
+    N, K = 192, 576
+    x = (torch.randn(M, K) * 10.0 ** (torch.arange(K) // 128)).requires_grad_()
+    w, b = weight(N, K, keep="codes", dtype=torch.float32), weight(N, dtype=torch.float32)
+    w.write(torch.randn(N, K) * 10.0 ** -(torch.arange(K) // 128))
+    y = fp8.linear(x, w, b)
+    dy = torch.randn(M, N) * 10.0 ** (4 * torch.rand(M, 1) - 4)
+    y.backward(dy)
+    assert y.shape == (M, N)
+    x64, w64, dy64 = x.detach().double(), w.full().double(), dy.double()
+    if M == 0:
+        assert (w.grad == 0).all() and x.grad.shape == (0, K)
+        return
+    assert relative(y, x64 @ w64.t() + b.full().double()) < 0.04
+    for j in range(0, K, 128):  # each block on its own: a scale taken from its neighbour would be off by 10
+        block = slice(j, min(j + 128, K))
+        assert relative(x.grad[:, block], dy64 @ w64[:, block]) < 0.04
+        assert relative(w.grad[:, block], dy64.t() @ x64[:, block]) < 0.06
+    assert relative(b.grad, dy64.sum(0)) < 1e-5
+
+
+@pytest.mark.parametrize("use_fp8", [False, True])
+def test_fused_layers_against_autograd(use_fp8):
+    """norm_linear, swiglu_linear and norm against torch's autograd on the same formula in FP64."""
+    T, C, F = 70, 192, 320
+    keep = "codes" if use_fp8 else "data"
+    up, down = (weight(*s, keep=keep, scale=s[1] ** -0.5, dtype=torch.float32) for s in ((2 * F, C), (C, F)))
+    norms, bias = [weight(C, dtype=torch.float32) for _ in range(2)], weight(2 * F, dtype=torch.float32)
+    leaves = [torch.randn(T, C, requires_grad=True) for _ in range(2)]
+    probe = torch.randn(2, T, C)
+
+    def rmsnorm(x, w):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w
+
+    h, y = fp8.norm_linear(*leaves, norms[0], 1e-6, up, bias, fp8=use_fp8)
+    h, y = fp8.norm(h, fp8.swiglu_linear(y, down, fp8=use_fp8), norms[1], 1e-6)
+    (h * probe[0] + y * probe[1]).sum().backward()
+
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    params = [w.full().double().requires_grad_() for w in (up, down, *norms, bias)]
+    h64 = exact[0] + exact[1]
+    gate, value = (rmsnorm(h64, params[2]) @ params[0].t() + params[4]).chunk(2, -1)
+    h64 = h64 + (torch.nn.functional.silu(gate) * value) @ params[1].t()
+    y64 = rmsnorm(h64, params[3])
+    (h64 * probe[0] + y64 * probe[1]).sum().backward()
+
+    limit = 0.08 if use_fp8 else 1e-5
+    assert relative(h, h64) < limit and relative(y, y64) < limit
+    for mine, other in zip(leaves + [up, down, *norms, bias], exact + params):
+        assert relative(mine.grad, other.grad) < limit
+
+
+def test_weight_writes_in_place_and_forward_follows():
+    x = torch.randn(3, 256)
+    for keep, fp in (("codes", True), ("data", False), ("both", True), ("both", False)):
+        w = weight(128, 256, keep=keep)
+        before, places = fp8.linear(x, w, fp8=fp), [b.data_ptr() for b in w.buffers()]
+        new = w.full()
+        new[0, 0] += 1
+        w.write(new)
+        fresh = Weight((128, 256), keep=keep)
+        fresh.write(new)
+        assert places == [b.data_ptr() for b in w.buffers()]
+        assert not torch.equal(before, fp8.linear(x, w, fp8=fp))
+        same(fp8.linear(x, w, fp8=fp), fp8.linear(x, fresh, fp8=fp))
+    with pytest.raises(ValueError, match="keeps no codes"):
+        fp8.linear(x, weight(128, 256), fp8=True)
+
+
+def make_optimizer(keep="codes", betas=(0.9, 0.95), decay=0.1):
+    torch.manual_seed(0)
+    weights = {"w": Weight((192, 300), keep=keep), "b": Weight((77,))}
+    pairs = [(name, torch.randn(w.shape)) for name, w in weights.items()]
+    optimizer = fp8.AdamW(weights, betas, 1e-8, decay, lambda name: name == "w")
+    optimizer.load(pairs)
+    return weights, optimizer, dict(pairs)
+
+
+@pytest.mark.parametrize("keep", ["codes", "data", "both"])
+def test_adamw_against_torch(keep):
+    weights, mine, start = make_optimizer(keep)
+    params = {name: torch.nn.Parameter(x.clone()) for name, x in start.items()}
+    other = torch.optim.AdamW([{"params": [params["w"]], "weight_decay": 0.1},
+                               {"params": [params["b"]], "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-8)
+    for step in range(4):
+        for group in other.param_groups:
+            group["lr"] = 0.01 / (step + 1)
+        for name, w in weights.items():
+            g = torch.randn(w.shape) * 10
+            w.add_grad(g)
+            params[name].grad = g.clone()
+        expected = torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
+        other.step()
+        norm, finite = mine.step(0.01 / (step + 1), 1.0)
+        assert finite and relative(norm, expected) < 1e-6
+        assert all((w.grad == 0).all() for w in weights.values())
+        for name, p in params.items():
+            assert relative(mine.master[name], p) < 1e-6
+        fresh = Weight((192, 300), keep=keep)
+        fresh.write(mine.master["w"])
+        for a, b in zip(weights["w"].buffers(), fresh.buffers()):
+            same(a, b)
+
+
+# ============================================================================================================
+# 2  Kernels against references
+# ============================================================================================================
+
+
+def cast_as_torch(x, source, target, rounding):
+    """A cast for the interpreter, whose own rounds halves up and truncates to BF16; hardware does not."""
+    kinds = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+             "fp8e4nv": fp8.E4M3}
+    y = torch.from_numpy(np.ascontiguousarray(x).reshape(-1)).view(kinds[str(source)]).to(kinds[str(target)])
+    size = y.element_size()
+    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[size]
+    return y.view(unsigned).numpy().reshape(x.shape)
+
+
+if fp8.INTERPRET:
+    import triton.runtime.interpreter as interpreter
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_index(tensor, scope):
+        """Triton 3.6 turns a loop bound to int in a way that NumPy 2.4 refuses; later ones do not."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._convert_float, interpreter._patch_lang_tensor = cast_as_torch, patch_index
+
+SHAPES = [(1, 128), (7, 576), (130, 100), (33, 192), (129, 300)] + [(4097, 4096), (1153, 2560)] * CUDA
+
+
+def both(x):
+    return x.to(DEVICE), x.cpu()
+
+
+@needs_kernels
+@pytest.mark.parametrize("M,K", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_quantizers(M, K, dtype):
+    x = torch.randn(M, K) * torch.logspace(-8, 3, M)[:, None] * torch.logspace(-2, 2, K)
+    x[M // 2], x[0, K // 2] = 0, float("nan")
+    x[M - 1, K - 1] = float("inf")
+    device, host = both(x.to(dtype))
+    for mine, other in zip(fp8.quantize_rows_cols(device),
+                           (fp8.quantize_rows_reference(host), fp8.quantize_cols_reference(host))):
+        same(mine[0], other[0], "codes"), same(mine[1], other[1], "scales")
+    for mine, other in zip(fp8.quantize_rows(device) + fp8.quantize_cols(device),
+                           fp8.quantize_rows_reference(host) + fp8.quantize_cols_reference(host)):
+        same(mine, other)
+    codes, scales = fp8.quantize_blocks(device)
+    for mine, other in zip((codes, scales), fp8.quantize_blocks_reference(host)):
+        same(mine, other, "blocks")
+    same(fp8.transpose_codes(codes), codes.t())
+    device, host = both(x.to(dtype).t())
+    same(fp8.quantize_rows(device)[0], fp8.quantize_rows_reference(host)[0], "a transposed view")
+
+
+@needs_kernels
+def test_kernel_casts_round_like_torch():
+    """All E4M3 codes, their midpoints and the floats next to those, subnormals included."""
+    values = torch.arange(127, dtype=torch.uint8).view(fp8.E4M3).float()
+    middle = (values[1:] + values[:-1]) / 2
+    points, far = torch.cat((values, middle)), torch.tensor(1e9)
+    x = torch.cat((points, points.nextafter(far), points.nextafter(-far)))
+    x = torch.cat((x, -x)).clamp(-448, 448)
+    x = torch.nn.functional.pad(x[:, None], (0, 1), value=448.0)  # amax 448: the scale is exactly 1
+    device, host = both(x)
+    for mine, other in zip(fp8.quantize_rows(device), fp8.quantize_rows_reference(host)):
+        same(mine, other)
+
+
+def random_codes(M, K, N):
+    x, w = torch.randn(M, K) * 10.0 ** torch.randn(M, 1), torch.randn(N, K)
+    x *= 10.0 ** (torch.arange(K) // 128 % 4)
+    w *= 10.0 ** -(torch.arange(K) // 128 % 4)
+    return fp8.quantize_rows_reference(x), fp8.quantize_blocks_reference(w)
+
+
+def moved(pair):
+    """(codes, scales) on the device, with the strides that they have."""
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=DEVICE).copy_(t) for t in pair]
+
+
+@needs_kernels
+@pytest.mark.parametrize("M,N,K", [(1, 192, 576), (70, 130, 300), (130, 99, 64)] + [(999, 1111, 4096)] * CUDA)
+def test_kernel_fprop_and_dgrad(M, N, K):
+    x, w = random_codes(M, K, N)
+    bias = torch.randn(N).bfloat16()
+    mine = fp8.fprop(*moved(x), *moved(w), bias=bias.to(DEVICE), dtype=torch.float32)
+    other = fp8.fprop_reference(*x, *w, bias, torch.float32)
+    assert relative(mine, other) < 1e-3
+    turned = fp8.transpose_codes(w[0].to(DEVICE)), w[1].to(DEVICE).t()
+    dy = fp8.quantize_rows_reference(torch.randn(M, N))
+    other = fp8.fprop_reference(*dy, w[0].t(), w[1].t(), None, torch.float32)
+    assert relative(fp8.fprop(*moved(dy), *turned), other) < 1e-2  # BF16 output
+
+
+@needs_kernels
+@pytest.mark.parametrize("M,N,K", [(1, 192, 576), (129, 130, 100)] + [(1153, 1111, 4096)] * CUDA)
+def test_kernel_wgrad(M, N, K):
+    dy, x = torch.randn(M, N) * 10.0 ** torch.randn(M, 1), torch.randn(M, K)
+    dyt, xt, out = fp8.quantize_cols_reference(dy), fp8.quantize_cols_reference(x), torch.ones(N, K)
+    mine = out.to(DEVICE, copy=True)
+    fp8.wgrad(*moved(dyt), *moved(xt), mine)
+    fp8.wgrad_reference(*dyt, *xt, out)
+    assert relative(mine, out) < 1e-3
+
+
+@needs_kernels
+@pytest.mark.parametrize("M,C", [(1, 128), (3, 576), (20, 300)] + [(1153, 2560), (700, 4096)] * CUDA)
+@pytest.mark.parametrize("delta", [False, True])
+def test_kernel_norm(M, C, delta):
+    h, d, dy = (torch.randn(M, C).bfloat16() for _ in range(3))
+    w, host_w = Weight((C,), device=DEVICE), Weight((C,))
+    values = torch.rand(C) + 0.5
+    w.write(values.to(DEVICE)), host_w.write(values)
+    args = h.to(DEVICE), d.to(DEVICE) if delta else None, w, 1e-6
+    h_new, rstd, y = fp8.norm_forward(*args, quantize=False)
+    h_ref, rstd_ref, y_ref = fp8.norm_reference(h, d if delta else None, host_w.data, 1e-6)
+    same(h_new, h_ref, "residual sum")
+    assert relative(rstd, rstd_ref) < 1e-6 and relative(y, y_ref) < 1e-3  # a rounding may go the other way
+    # The quantizing kernel is another binary, whose sum of squares may differ in the last bit: its own rstd counts.
+    h_new, rstd, codes = fp8.norm_forward(*args, quantize=True)
+    for mine, other in zip(codes, fp8.quantize_rows(fp8.norm_output_reference(h_new, rstd, w.data))):
+        same(mine, other, "the fused quantizer")
+    y2 = fp8.norm_output_reference(h_new, rstd, w.data)
+    for mine, other in zip(fp8.norm_operand(h_new, rstd, w, 1e-6, cols=True), fp8.quantize_cols(y2)):
+        same(mine, other, "the operand of WGrad")
+    dx = fp8.norm_backward(dy.to(DEVICE), d.to(DEVICE), h_new, rstd, w)
+    dx_ref, dw_ref = fp8.norm_backward_reference(dy, d, h_ref, rstd_ref, host_w.data)
+    assert relative(dx, dx_ref) < 1e-3 and relative(w.grad, dw_ref) < 1e-5
+
+
+@needs_kernels
+@pytest.mark.parametrize("M,K", [(1, 128), (70, 192), (130, 100)] + [(1153, 9728)] * CUDA)
+def test_kernel_swiglu(M, K):
+    gate_up, dy = (torch.randn(M, 2 * K) * 4).bfloat16(), torch.randn(M, K).bfloat16()
+    gate_up[0, 0], gate_up[0, 1] = -200.0, 200.0
+    device, host = both(gate_up)
+    y = fp8.swiglu_forward(device, quantize=False)
+    assert relative(y, fp8.swiglu_reference(host)) < 1e-3
+    for mine, other in zip(fp8.swiglu_forward(device, quantize=True), fp8.quantize_rows(y)):
+        same(mine, other, "the fused quantizer")
+    grad, y2 = fp8.swiglu_backward(dy.to(DEVICE), device, cols=False)
+    same(y2, y, "the product, computed again")
+    grad2, operand = fp8.swiglu_backward(dy.to(DEVICE), device, cols=True)
+    same(grad2, grad)
+    for mine, other in zip(operand, fp8.quantize_cols(y)):
+        same(mine, other, "the operand of WGrad")
+    assert relative(grad, fp8.swiglu_backward_reference(dy, host)) < 2e-3
+
+
+@needs_kernels
+def test_kernel_sum_rows():
+    for M, C in ((0, 130), (1, 130), (300, 130), (513, 64)) + ((100_000, 576),) * CUDA:
+        x, out = torch.randn(M, C).bfloat16().to(DEVICE), torch.ones(C, device=DEVICE)
+        fp8.sum_rows(x, out)
+        torch.testing.assert_close(out.cpu().double(), 1 + x.cpu().double().sum(0), rtol=1e-4, atol=1e-3)
+
+
+@needs_kernels
+@pytest.mark.parametrize("keep", ["codes", "data", "both"])
+def test_kernel_adamw(keep, monkeypatch):
+    states = []
+    for device in (DEVICE, "cpu"):
+        if states:
+            monkeypatch.setattr(fp8, "use_kernels", lambda x: False)
+        torch.manual_seed(0)
+        weights = {"w": Weight((130, 140), device=device, keep=keep), "b": Weight((77,), device=device)}
+        optimizer = fp8.AdamW(weights, (0.9, 0.95), 1e-8, 0.1, lambda name: name == "w")
+        optimizer.load([(name, torch.randn(w.shape).to(device)) for name, w in weights.items()])
+        for _ in range(2):
+            for w in weights.values():
+                w.add_grad(torch.randn(w.shape).to(device))
+            optimizer.step(1e-2, 1.0)
+        weights["b"].grad[5] = float("nan")
+        assert not optimizer.step(1e-2, 1.0)[1]
+        states.append((optimizer, weights))
+    monkeypatch.undo()
+    (mine, weights), (other, _) = states
+    assert all(relative(x, other.state()[name]) < 1e-6 for name, x in mine.state().items())
+    for name, w in weights.items():
+        fresh = Weight(w.shape, device=DEVICE, keep=keep if name == "w" else "data")
+        fresh.write(mine.master[name])
+        for a, b in zip(w.buffers(), fresh.buffers()):
+            same(a, b, name)
+
+
+@needs_kernels
+@pytest.mark.parametrize("use_fp8", [True] + [False] * CUDA)
+def test_kernel_layers_end_to_end(use_fp8, monkeypatch):
+    """Forward and backward through all fused layers, kernels against references, and the same bits twice."""
+    T, C, F, results = 70, 128, 72, []
+    for device in (DEVICE, DEVICE, "cpu"):
+        if len(results) == 2:
+            monkeypatch.setattr(fp8, "use_kernels", lambda x: False)
+        torch.manual_seed(0)
+        keep = "codes" if use_fp8 else "data"
+        up, down, out = (weight(*s, keep=keep, scale=0.1, device=device)
+                         for s in ((2 * F, C), (C, F), (C, C)))
+        norm_w, bias = (weight(n, scale=0.1, device=device) for n in (C, 2 * F))
+        h, d = (torch.randn(T, C).bfloat16().to(device).requires_grad_() for _ in range(2))
+        h_new, y = fp8.norm_linear(h, d, norm_w, 1e-6, up, bias, fp8=use_fp8)
+        z = fp8.linear(fp8.swiglu_linear(y, down, fp8=use_fp8), out, fp8=use_fp8)
+        h_new, y = fp8.norm(h_new, z, norm_w, 1e-6)
+        (y.float() * torch.randn(T, C).to(device)).sum().backward()
+        results.append([h_new, y, h.grad, d.grad] + [w.grad for w in (up, down, out, norm_w, bias)])
+    for mine, again, other in zip(*results):
+        same(mine, again, "a second run")
+        assert relative(mine, other) < 0.05
+
+
+@needs_gpu
+def test_kernel_many_rows():
+    """More rows than grids on y and z allow, and more elements than 32-bit offsets reach."""
+    x = torch.randn(300_000, 128, device="cuda", dtype=torch.bfloat16)
+    same(fp8.quantize_rows(x)[0][-5:], fp8.quantize_rows_reference(x[-5:])[0])
+    x = torch.zeros(2 ** 31 // 4096 + 100, 4096, device="cuda", dtype=torch.bfloat16)
+    x[-1] = 3
+    codes, scales = fp8.quantize_rows(x)
+    assert (codes[-1].float() == 448).all() and (scales[:, -2] < 1e-12).all()
+
+
+# ---- kernels of the model: against FP64, as references and as kernels --------------------------------------
+
+HEADS = by_mode([(4, 4, 16), (6, 2, 64), (7, 1, 24)], [(3, 1, 16), (2, 2, 32)],
+                [(4, 4, 64), (9, 3, 64), (7, 1, 128), (2, 1, 16), (4, 2, 32), (2, 1, 256)])
+
+
+def naive_attention(q, k, v, lengths):
+    """FP64, one sequence at a time."""
+    outs, start = [], 0
+    for n in lengths:
+        qs, ks, vs = (x[start:start + n].transpose(0, 1) for x in (q, k, v))
+        ks, vs = (x.repeat_interleave(len(qs) // len(x), 0) for x in (ks, vs))
+        mask = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+        p = (qs @ ks.mT * q.shape[2] ** -0.5).masked_fill(mask, -torch.inf).softmax(-1)
+        outs.append((p @ vs).transpose(0, 1))
+        start += n
+    return torch.cat(outs)
+
+
+def random_qkv(lengths, H, G, D, dtype, device="cpu"):
+    return [torch.randn(sum(lengths), n, D).to(dtype).to(device) for n in (H, G, G)]
+
+
+@pytest.mark.parametrize("H,G,D", HEADS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_attention_against_fp64(H, G, D, dtype):
+    torch.manual_seed(0)
+    lengths = by_mode([5, 0, 130, 64, 65, 1], [66, 1], [5, 0, 700, 64, 129, 1])
+    q, k, v = (x.requires_grad_() for x in random_qkv(lengths, H, G, D, dtype, DEVICE))
+    o = model.attention(q, k, v, model.pack(lengths, DEVICE))
+    q2, k2, v2 = (x.detach().double().requires_grad_() for x in (q, k, v))
+    o2, do = naive_attention(q2, k2, v2, lengths), torch.randn(o.shape).to(dtype).to(DEVICE)
+    assert relative(o, o2) < LIMIT[dtype]
+    grads = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+    again = torch.autograd.grad(o, (q, k, v), do)
+    for name, a, b, c in zip("qkv", grads, torch.autograd.grad(o2, (q2, k2, v2), do.double()), again):
+        assert relative(a, b) < LIMIT[dtype], name
+        same(a, c, f"d{name}, a second time")
+
+
+def naive_qk_norm_rope(qkv, qw, kw, eps, table, positions, H, G):
+    """FP64 with autograd."""
+    D = qkv.shape[1] // (H + 2 * G)
+    q, k, v = qkv.view(len(qkv), -1, D).split([H, G, G], 1)
+    cos, sin = table[positions.long()].double()[:, None].chunk(2, -1)
+    out = []
+    for x, w in ((q, qw), (k, kw)):
+        if w is not None:
+            x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * w
+        a, b = x.chunk(2, -1)
+        out.append(torch.cat([a * cos - b * sin, b * cos + a * sin], -1))
+    return *out, v
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("H,G,D", [(3, 1, 16)] + [(9, 3, 64), (32, 8, 128)] * CUDA)
+def test_kernel_qk_norm_rope(H, G, D, dtype, norm):
+    torch.manual_seed(2)
+    T, config = 37, tiny_config(head_dim=D)
+    table = model.rope_table(config, 100, DEVICE)
+    positions = torch.randint(0, 100, (T,), dtype=torch.int32).to(DEVICE)
+    qkv = torch.randn(T, (H + 2 * G) * D).to(dtype).to(DEVICE).requires_grad_()
+    ws = [weight(D, dtype=dtype, device=DEVICE) if norm else None for _ in range(2)]
+    out = model.qk_norm_rope(qkv, *ws, 1e-6, table, positions, H, G)
+    gs = [torch.randn(x.shape).to(dtype).to(DEVICE) for x in out]
+    grad, = torch.autograd.grad(out, qkv, gs)
+    qkv2 = qkv.detach().double().requires_grad_()
+    ws2 = [w.data.double().requires_grad_() if norm else None for w in ws]
+    out2 = naive_qk_norm_rope(qkv2, *ws2, 1e-6, table, positions, H, G)
+    grad2 = torch.autograd.grad(out2, [qkv2] + ws2 * norm, [g.double() for g in gs])
+    for a, b in zip([*out, grad] + [w.grad for w in ws if norm], [*out2, *grad2]):
+        assert relative(a, b) < LIMIT[dtype]
+    some = slice(5, 9)
+    for a, b in zip(model.qk_norm_rope(qkv[some].detach(), *ws, 1e-6, table, positions[some], H, G), out):
+        same(a, b[some], "a few rows")
+
+
+def head_inputs(T, V, C, dtype, temperature=0.7):
+    return (torch.randn(T, C).to(dtype).to(DEVICE), weight(V, C, dtype=dtype, device=DEVICE, scale=C ** -0.5),
+            torch.randint(0, V, (T,)).to(DEVICE), torch.tensor([1 / temperature], device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T,V,C", by_mode([(33, 260, 96), (1030, 50, 16), (0, 50, 16)], [(20, 200, 40)],
+                                          [(300, 260, 96), (300, 49152, 576), (300, 151936, 1024)]))
+def test_kernel_token_logprobs(T, V, C, dtype):
+    torch.manual_seed(3)
+    hidden, w, targets, inv_temp = head_inputs(T, V, C, dtype)
+    logp, g = token_logprobs(hidden.requires_grad_(), w, targets, inv_temp), torch.randn(T).to(DEVICE)
+    logp.backward(g)
+    h2, w2 = hidden.detach().double().requires_grad_(), w.data.double().requires_grad_()
+    logp2 = ((h2 @ w2.t()) * inv_temp.double()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    logp2.backward(g.double())
+    assert relative(logp, logp2) < LIMIT[FP32]  # FP32 whatever the type of the weights
+    assert relative(hidden.grad, h2.grad) < LIMIT[dtype] and relative(w.gradient(), w2.grad) < LIMIT[dtype]
+
+
+def sample_all(hidden, w, inv_temp, keys, positions, noise=1.0, seed=11):
+    make = lambda x, dtype: torch.tensor([x], dtype=dtype, device=hidden.device)
+    return model.sample(hidden, w, inv_temp, make(noise, FP32), make(seed, torch.int64), keys, positions)
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", [2 ** 40 + 7, -9 * 2 ** 50])
+def test_kernel_sample_against_reference(seed):
+    """The same noise as the reference: on a GPU nearly all tokens agree, as the last bits of logits differ."""
+    torch.manual_seed(10)
+    T, V, C = by_mode(None, (20, 260, 96), (256, 1000, 128))
+    hidden, w, _, inv_temp = head_inputs(T, V, C, DTYPES[0])
+    keys, positions = torch.arange(T) * 2 ** 33 - 5, torch.arange(T, dtype=torch.int32) * 7
+    tokens, logp = sample_all(hidden, w, inv_temp, keys.to(DEVICE), positions.to(DEVICE), seed=seed)
+    tokens2, logp2 = model.head_ref(hidden.cpu(), w.data.cpu(), inv_temp.cpu(), None, torch.ones(1),
+                                    torch.tensor([seed]), keys, positions)[:2]
+    agree = tokens.cpu() == tokens2
+    assert agree.sum() >= T - 2 * CUDA, f"{int((~agree).sum())} of {T} tokens differ"
+    assert relative(logp.cpu()[agree], logp2[agree]) < 1e-5
+
+
+def test_kernel_greedy_takes_the_lowest_of_ties():
+    hidden, w = torch.ones(3, 16, dtype=DTYPES[0], device=DEVICE), Weight((300, 16), DTYPES[0], DEVICE)
+    one, keys = torch.ones(1, device=DEVICE), torch.arange(3, device=DEVICE)
+    assert sample_all(hidden, w, one, keys, keys.int(), noise=0.0)[0].tolist() == [0, 0, 0]
+    full = torch.zeros(300, 16, device=DEVICE)
+    full[[140, 141, 290]] = 1.0  # ties within a vocabulary tile and across tiles
+    w.write(full)
+    assert sample_all(hidden, w, one, keys, keys.int(), noise=0.0)[0].tolist() == [140] * 3
+
+
+def test_sample_distribution():
+    """20,000 draws of 12 tokens against the softmax: chi-square below the 0.9999 quantile (37.4)."""
+    torch.manual_seed(5)
+    n, V = 20000, 12
+    hidden, w = torch.randn(1, 16).expand(n, 16).contiguous(), weight(V, 16, dtype=FP32, scale=0.3)
+    inv_temp, draw = torch.tensor([1 / 0.8]), torch.arange(n)
+    tokens, logp = sample_all(hidden, w, inv_temp, draw // 4, (draw % 4).int())
+    expected = n * (hidden[0] @ w.data.t() * inv_temp).softmax(-1)
+    chi2 = ((torch.bincount(tokens, minlength=V) - expected).square() / expected).sum().item()
+    assert chi2 < 37.4, f"chi-square {chi2:.1f}"
+    assert relative(logp.exp(), expected[tokens] / n) < 1e-6
+
+
+def test_noise_ends():
+    """The largest and smallest 32-bit words give finite noise; small words keep their relative accuracy."""
+    words = torch.tensor([0, 1, 2 ** 26 - 64, 2 ** 26 + 64, 2 ** 31, 2 ** 32 - 1])
+    g, u = model._gumbel_ref(words), (words.double() + 0.5) / 2 ** 32
+    assert g.isfinite().all() and g[0] > 22.8 and g[-1] < -2.8
+    assert (g[:-1].double() - -(-torch.log1p(-u[:-1])).log()).abs().max() < 5e-6
+
+
+def test_kernel_embed():
+    T, V, C = by_mode((200, 30, 24), (50, 9, 24), (3000, 500, 576))
+    torch.manual_seed(6)
+    tokens, g, grads = torch.randint(0, V, (T,)), torch.randn(T, C).to(BF16).to(DEVICE), []
+    tokens[::3] = 4  # one long segment
+    tokens, w = tokens.to(DEVICE), weight(V, C, device=DEVICE)
+    for _ in range(2):
+        w.grad = torch.ones(V, C, device=DEVICE)
+        x = model.embed(tokens, w)
+        same(x, w.data[tokens], "rows")
+        x.backward(g)
+        grads.append(w.grad)
+    expected = torch.ones(V, C, dtype=torch.float64, device=DEVICE).index_add_(0, tokens, g.double())
+    assert relative(grads[0], expected) < 1e-6
+    same(*grads, "a second time")
+
+
+# ---- without a GPU: interpreted, and compiled for Hopper ---------------------------------------------------
+
+
+class Background:
+    """Python in a process of its own, started with the session so that it runs beside the other tests."""
+
+    def __init__(self, *arguments, **environment):
+        self.out = tempfile.TemporaryFile("w+")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        self.process = subprocess.Popen([sys.executable, *arguments], stdout=self.out, stderr=self.out, cwd=HERE,
+                                        env=environment)
+
+    def output(self):
+        code = self.process.wait(900)
+        self.out.seek(0)
+        text = self.out.read()
+        assert code == 0, text[-5000:]
+        return text
+
+
+@pytest.fixture(scope="session", autouse=True)
+def background(request, tmp_path_factory):
+    runs, chosen = {}, {item.name for item in request.session.items}
+    if not (CUDA or fp8.INTERPRET or fp8.triton is None):
+        if "test_interpreted" in chosen:
+            command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "kernel", __file__]
+            runs["interpreted"] = Background(*command, TRITON_INTERPRET="1")
+        for name in ("fp8", "model"):
+            if f"test_every_kernel_builds_for_hopper[{name}]" in chosen:
+                command = "-c", f"import test_fp8; test_fp8.build_{name}()"
+                runs[name] = Background(*command, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("cache")))
+    yield runs
+    for run in runs.values():
+        run.process.kill()
+
+
+class StubDriver:
+    """Answers the few questions that Triton's JIT asks a driver before it would launch: compile for sm_90."""
+
+    launcher_cls, utils = staticmethod(lambda *args, **options: None), None
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device=0: 0)
+    get_device_interface = staticmethod(lambda: torch.cpu)
+    get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+    map_python_to_cpp_type = staticmethod(lambda kind: "int")
+    is_active = staticmethod(lambda: True)
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+        return GPUTarget("cuda", 90, 32)
+
+
+MATRIX_UNITS = {"fprop_kernel": "QGMMA", "wgrad_kernel": "QGMMA", "_attention_kernel": "HGMMA",
+                "_attention_dkv_kernel": "HGMMA", "_attention_dq_kernel": "HGMMA"}
+
+
+class Recorder:
+    """Stands in for a kernel: compiles what the wrapper would launch; inspects spills and instructions."""
+
+    def __init__(self, kernel):
+        self.kernel, self.name = kernel, kernel.fn.__name__
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.inspect(self.kernel.warmup(*args, grid=grid, **options))
+
+    def inspect(self, compiled):
+        tool = Path(fp8.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+            f.write(compiled.asm["cubin"])
+            f.flush()
+            usage, sass = (subprocess.run([tool, flag, f.name], capture_output=True, text=True).stdout
+                           for flag in ("--dump-resource-usage", "--dump-sass"))
+        read = {key: int((re.search(key + r":(\d+)", usage) or [0, 0])[1])
+                for key in ("REG", "STACK", "LOCAL")}
+        found = sorted(set(re.findall(r"\b(QGMMA|HGMMA|HMMA|LDL|STL)", sass)))
+        print("BUILT", self.name, read, *found, "shared", compiled.metadata.shared, flush=True)
+        # The noise of sampling runs once, after the products: about 100 bytes a thread spill there.
+        if not (self.name == "_head_kernel" and read["STACK"] <= 128):
+            assert not {"LDL", "STL"} & set(found) and not read["LOCAL"], f"{self.name} spills"
+        if self.name in MATRIX_UNITS:
+            assert MATRIX_UNITS[self.name] in found, f"{self.name} leaves the Hopper matrix units"
+        assert not ("HMMA" in found and MATRIX_UNITS.get(self.name) == "QGMMA"), f"{self.name} is not FP8"
+
+
+def record_kernels(module):
+    from triton.runtime import driver
+    driver.set_active(StubDriver())
+    for name in [name for name in vars(module) if name.endswith("_kernel")]:
+        setattr(module, name, Recorder(getattr(module, name)))
+
+
+def build_fp8():
+    """Every public function of fp8.py on CPU tensors, with launches that compile instead."""
+    record_kernels(fp8)
+    fp8.use_kernels = lambda x: True
+    for M, C in ((200, 4096), (1, 576)):
+        h = torch.zeros(M, C, dtype=BF16, requires_grad=C > 576)  # backward passes at one width
+        up, down, out = (Weight(s, keep="codes") for s in ((2 * C, C), (192, C), (C, 192)))
+        bias, norm_w = Weight((2 * C,)), Weight((C,))
+        h_new, y = fp8.norm_linear(h, h, norm_w, 1e-6, up, bias, fp8=True)
+        z = fp8.linear(fp8.swiglu_linear(y, down, fp8=True), out)
+        y = fp8.norm(h_new, z, norm_w, 1e-6)[1]
+        if h.requires_grad:
+            (y + h_new).backward(torch.zeros_like(h))
+    h, gate_up = h.detach(), torch.zeros(1, 2 * C, dtype=BF16)
+    fp8.quantize_cols(h), fp8.quantize_blocks(h)
+    fp8.swiglu_forward(gate_up, False), fp8.swiglu_backward(h, gate_up, False)
+    for keep in ("codes", "data", "both"):
+        optimizer = fp8.AdamW({"w": Weight((192, 300), keep=keep)}, (0.9, 0.95), 1e-8, 0.1, lambda name: True)
+        optimizer.step(1e-3, 1.0)
+    for M in (16, 17, 64, 129):  # every tile
+        x = fp8.quantize_rows_reference(torch.zeros(M, 512))
+        fp8.fprop(*x, *fp8.quantize_blocks_reference(torch.zeros(256, 512)))
+
+
+def build_model():
+    """The same for the kernels of model.py, at two head sizes and the largest vocabulary."""
+    record_kernels(model)
+    empty = lambda *shape: torch.empty(shape, dtype=BF16)
+    zeros = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype)
+    for H, G, D in ((9, 3, 64), (32, 8, 128)):
+        packing = model.pack([300, 5], "cpu")
+        packing.rows = 128
+        q, k, v = (empty(305, n, D) for n in (H, G, G))
+        o, lse = model._attention_gpu(q, k, v, packing)
+        model._attention_backward_gpu(o, q, k, v, o, lse, packing)
+        pages = empty(4, G, PAGE, D)
+        model._paged_attention_gpu(q[:2], pages, pages, zeros(2, 3, dtype=torch.int32), packing.starts[1:])
+        model._write_pages_gpu(k, v, pages, pages, zeros(305))
+        for w in (empty(D), None):
+            args = empty(305, (H + 2 * G) * D), w, w, 1e-6, torch.empty(300, D), packing.positions
+            model._qk_norm_rope_gpu(*args, H, G)
+            model._qk_norm_rope_backward_gpu(q, k, v, *args)
+    one, w = torch.ones(1), empty(151936, 4096)
+    for n in (1, 17, 65):  # every tile
+        hidden = empty(n, 4096)
+        model._head_gpu(hidden, w, one, zeros(n))
+        model._head_gpu(hidden, w, one, None, one, zeros(1), zeros(n), zeros(n, dtype=torch.int32))
+    logits, out = torch.empty(4, 260), empty(4, 260)
+    model._dlogits_kernel[(1,)](logits, zeros(4), one, one, one, out, 260, 2048, num_warps=8)
+    model._embed_backward_gpu(empty(9, 96), zeros(9), torch.empty(260, 96))
+
+
+needs_background = pytest.mark.skipif(CUDA or fp8.INTERPRET or fp8.triton is None,
+                                      reason="needs triton, and no GPU")
+
+
+@needs_background
+def test_interpreted(background):
+    assert " passed" in background["interpreted"].output()
+
+
+@needs_background
+@pytest.mark.parametrize("module", [fp8, model], ids=["fp8", "model"])
+def test_every_kernel_builds_for_hopper(background, module):
+    built = background[module.__name__].output()
+    print(built)
+    names = {name for name in vars(module) if name.endswith("_kernel")}
+    assert set(re.findall(r"BUILT (\w+)", built)) == names
+
+
+# ============================================================================================================
+# 3  Exactness: a log-probability's bits depend on its sequence, and on nothing else
+# ============================================================================================================
+
+
+@pytest.mark.parametrize("keep", ["codes", "data"])
+def test_rows_are_exact(keep):
+    """A row's bits depend on neither the number of rows nor their order: the contract, by the references."""
+    up, down, norm_w = weight(384, 576, keep=keep), weight(192, 192, keep=keep), weight(576)
+    bias, fp = weight(384), keep == "codes"
+    h, delta = torch.randn(300, 576).bfloat16(), torch.randn(300, 576).bfloat16()
+
+    def run(rows):
+        h_new, y = fp8.norm_linear(h[rows], delta[rows], norm_w, 1e-6, up, bias, fp8=fp)
+        z = fp8.swiglu_linear(y, down, fp8=fp)
+        return torch.cat((h_new, z, fp8.norm(h_new, None, norm_w, 1e-6)[1]), 1)
+
+    full = run(torch.arange(300))
+    for M in (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 299):
+        rows = torch.randperm(300)[:M]
+        same(run(rows), full[rows], f"M={M}")
+
+
+@needs_gpu
+@pytest.mark.parametrize("N,K", [(192, 576), (4096, 4096), (1000, 12288)])
+def test_kernel_bits_do_not_depend_on_tile_or_rows(N, K):
+    x, w = (moved(t) for t in random_codes(300, K, N))
+    full = fp8.fprop(*x, *w, tile=(128, 128, False, 8, 4))
+    for M in (1, 7, 16, 64, 65, 300):
+        part = moved((x[0][:M], x[1][:, :M]))
+        part[1] = fp8.empty_scales(x[1].shape[0], M, "cuda").copy_(x[1][:, :M])
+        swapped = [(tokens, 64, True, 4, stages) for tokens in (16, 32, 64) for stages in (3, 8)]
+        for tile in swapped + [(128, 128, False, 8, 3), None]:
+            for _ in range(3):  # more than once: a race in the pipeline would show here
+                same(fp8.fprop(*part, *w, tile=tile), full[:M], f"M={M} tile={tile}")
+
+
+def page_pool(k, v, lengths, seed=0):
+    """Pages at random places, NaN or huge values wherever unused -> k_pages, v_pages, table (B, max)."""
+    rng, (_, G, D), device = random.Random(seed), k.shape, k.device
+    counts = [-(-n // model.PAGE) for n in lengths]
+    pages = list(range(sum(counts) + 3))
+    rng.shuffle(pages)
+    k_pages, v_pages = (torch.full((len(pages), G, model.PAGE, D), x, dtype=k.dtype, device=device)
+                        for x in (torch.nan, 3e38))
+    table = torch.full((len(lengths), max(counts + [1]) + 1), pages.pop(), dtype=torch.int32)
+    slots = []
+    for b, n in enumerate(lengths):
+        for j in range(counts[b]):
+            table[b, j] = pages.pop()
+        place = torch.arange(n)
+        slots.append(table[b, place // model.PAGE].long() * model.PAGE + place % model.PAGE)
+    model.write_pages(k, v, k_pages, v_pages, torch.cat(slots).to(device))
+    return k_pages, v_pages, table.to(device)
+
+
+@pytest.mark.parametrize("H,G,D", by_mode(
+    [(2, 2, 16), (6, 2, 64), (7, 1, 16)], [(3, 1, 16)],
+    [(4, 4, 64), (6, 2, 64), (7, 1, 128), (8, 2, 128), (2, 1, 16), (2, 1, 256)]))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_attention_packed_alone_paged(H, G, D, dtype):
+    """Packed in one order, in another, alone, and decoded over pages: the same bits."""
+    torch.manual_seed(1)
+    lengths = by_mode([3, 64, 129, 1, 0, 63, 200], [65, 0],
+                      [1, 2000, 64, 65, 0, 777, 130, 1024, 16, 127, 128, 129])
+    q, k, v = random_qkv(lengths, H, G, D, dtype, DEVICE)
+    o = model.attention(q, k, v, model.pack(lengths, DEVICE)).split(lengths)
+    qs, ks, vs = (x.split(lengths) for x in (q, k, v))
+    order = list(range(len(lengths)))[::-1]
+    turned = [lengths[i] for i in order]
+    other = model.attention(*(torch.cat([x[i] for i in order]) for x in (qs, ks, vs)),
+                            model.pack(turned, DEVICE)).split(turned)
+    for i, out in zip(order, other):
+        same(out, o[i], f"sequence {i} in another order")
+    for i in range(0, len(lengths), 2):
+        alone = model.attention(qs[i], ks[i], vs[i], model.pack([lengths[i]], DEVICE))
+        same(alone, o[i], f"sequence {i} alone")
+    for step in range(by_mode(6, 1, 8)):
+        rng = random.Random(step)
+        now = [rng.randint(min(n, 1), n) if step else n for n in lengths]
+        kp, vp, table = page_pool(torch.cat([x[:n] for x, n in zip(ks, now)]),
+                                  torch.cat([x[:n] for x, n in zip(vs, now)]), now, seed=step)
+        last = torch.stack([x[n - 1] if n else torch.ones_like(q[0]) for x, n in zip(qs, now)])
+        out = model.paged_attention(last, kp, vp, table, torch.tensor(now, dtype=torch.int32, device=DEVICE))
+        for i, n in enumerate(now):
+            expected = o[i][n - 1] if n else torch.zeros_like(out[i])
+            same(out[i], expected, f"decode of sequence {i} at length {n}")
+
+
+@pytest.mark.parametrize("T,V,C", by_mode([(70, 260, 96)], [(20, 260, 96)],
+                                          [(300, 260, 96), (300, 49152, 576), (300, 151936, 1024)]))
+def test_kernel_sampled_and_scored(T, V, C):
+    """The log-probability has the scorer's bits; slot, order and batch change neither it nor the token."""
+    torch.manual_seed(4)
+    hidden, w, _, inv_temp = head_inputs(T, V, C, DTYPES[-1])
+    keys = torch.randint(-2 ** 62, 2 ** 62, (T,)).to(DEVICE)
+    positions = torch.randint(0, 5000, (T,), dtype=torch.int32).to(DEVICE)
+    tokens, logp = sample_all(hidden, w, inv_temp, keys, positions)
+    same(token_logprobs(hidden, w, tokens, inv_temp), logp, "scored")
+    for n in by_mode((1, 7, 33, 64), (), (1, 7, 16, 17, 64, 65)):  # NumPy's product depends on the rows
+        rows = torch.randperm(T)[:n].to(DEVICE)
+        t, p = sample_all(hidden[rows], w, inv_temp, keys[rows], positions[rows])
+        assert torch.equal(t, tokens[rows])
+        same(p, logp[rows], f"sampled, {n} rows")
+        same(token_logprobs(hidden[rows], w, tokens[rows], inv_temp), logp[rows], f"scored, {n} rows")
+    base = dict(hidden=hidden, w=w, inv_temp=inv_temp, keys=keys, positions=positions)
+    for change in (dict(seed=12), dict(keys=keys + 2 ** 32), dict(positions=positions + 1)):
+        assert not torch.equal(sample_all(**{**base, **change})[0], tokens), f"no noise by {list(change)}"
+
+
+@needs_gpu
+def test_kernel_head_past_one_chunk():
+    """More tokens than a chunk of the head, and than 2^31 logits: each part has the whole's bits."""
+    torch.manual_seed(9)
+    hidden, w, targets, inv_temp = head_inputs(15000, 151936, 256, BF16)
+    logp = token_logprobs(hidden, w, targets, inv_temp)
+    for rows in (slice(0, 1), slice(4095, 4098), slice(14900, 15000)):
+        part = token_logprobs(hidden[rows].contiguous(), w, targets[rows], inv_temp)
+        same(part, logp[rows], f"rows {rows}")
+
+
+def scale_up(policy, factor=8.0):
+    """Random weights of 0.02 give nearly uniform logits; sharper ones make every wrong bit visible."""
+    policy.load((name, w.full() * (factor if len(w.shape) == 2 else 1)) for name, w in policy.weights().items())
+    return policy
+
+
+@pytest.fixture(scope="module", params=["fp8", "bf16"])
+def policy(request):
+    return scale_up(Transformer(tiny_config(), precision=request.param))
+
+
+def some_prompts(lengths, seed=0, vocab=131):
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def drawn(result):
+    """All that a rollout holds, with log-probs as bits, to compare by ==."""
+    return [(tokens, bits(logprobs).tolist(), finish)
+            for tokens, logprobs, finish in zip(result.tokens, result.logprobs, result.finish)]
+
+
+PROMPTS = some_prompts([1, 2, 63, 64, 65, 66, 130, 5])
+LIMITS = [70, 3, 1, 5, 20, 66, 9, 40]
+
+
+@pytest.fixture(scope="module")
+def alone(policy):
+    """Every completion in a run of its own."""
+    return [drawn(Sampler(policy).generate([p], 1, m, seed=5, keys=[100 + i]))[0]
+            for i, (p, m) in enumerate(zip(PROMPTS, LIMITS))]
+
+
+@pytest.mark.parametrize("slots,pages", [(1, None), (3, None), (8, None), (8, 8), (3, 5)])
+def test_same_bits_whatever_slots_order_pages(policy, alone, slots, pages):
+    order = list(range(len(PROMPTS)))
+    random.Random(slots).shuffle(order)
+    sampler = Sampler(policy, max_slots=slots, pages=pages)
+    result = sampler.generate([PROMPTS[i] for i in order], 1, [LIMITS[i] for i in order], seed=5,
+                              keys=[100 + i for i in order])
+    assert drawn(result) == [alone[i] for i in order]
+    assert sampler.pool.free == sampler.pool.capacity
+
+
+def test_trainer_recomputes_the_same_bits(policy):
+    result = Sampler(policy, max_slots=5).generate(PROMPTS, 2, 20, temperature=0.7, seed=3)
+    inv_temp = torch.tensor([1 / 0.7])
+    sequences = [PROMPTS[i // 2] + tokens for i, tokens in enumerate(result.tokens)]
+    flat = torch.tensor([t for s in sequences for t in s])
+    with torch.no_grad():
+        hidden = policy.forward(flat, [len(s) for s in sequences])
+    start = 0
+    for i, (sequence, logprobs) in enumerate(zip(sequences, result.logprobs)):
+        new = len(result.tokens[i])
+        at = start + len(sequence) - new  # the first generated token, predicted from the row before
+        again = token_logprobs(hidden[at - 1:at - 1 + new], policy.head, flat[at:at + new], inv_temp)
+        assert torch.equal(again.view(torch.int32), logprobs.view(torch.int32)), f"sequence {i}"
+        start += len(sequence)
+
+
+def test_pages_are_the_same_from_prefill_and_decode(policy):
+    prompt = some_prompts([70])[0]
+    sampler = Sampler(policy, max_slots=1)
+    tokens = prompt + sampler.generate([prompt], 1, 80, seed=1, stop=[]).tokens[0]
+    fed = len(tokens) - 1                                       # the last token is never fed
+    pages = list(range(1, rollout.pages_for(fed) + 1))          # the pool hands out the lowest numbers first
+    other = PagePool(policy.config, sampler.pool.capacity + 1, policy.dtype, "cpu")
+    slots = torch.arange(PAGE, PAGE + fed)
+    policy.prefill(torch.tensor(tokens[:fed]), [fed], other.k_pages, other.v_pages, slots)
+    for mine, theirs in zip(sampler.pool.k_pages + sampler.pool.v_pages, other.k_pages + other.v_pages):
+        flatten = lambda x: x[pages].transpose(1, 2).flatten(0, 1)[:fed]
+        assert torch.equal(flatten(mine).view(torch.int16), flatten(theirs).view(torch.int16))
+
+
+# ============================================================================================================
+# 4  Model, checkpoints, tokenizer
+# ============================================================================================================
+
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=64)
+DROP = object()
+
+
+def config_of(tmp_path, **changes):
+    raw = {k: v for k, v in {"model_type": "qwen3", **SIZES, **changes}.items() if v is not DROP}
+    write_json(tmp_path / "config.json", raw)
+    return model.Config.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("changes, theta, scaling", [
+    ({}, 1e6, None),
+    (dict(rope_theta=DROP, rope_parameters=dict(rope_theta=5e5, rope_type="default")), 5e5, None),
+    (dict(rope_parameters=dict(rope_theta=1e6, rope_type="default")), 1e6, None),
+    (dict(rope_scaling=LLAMA3), 1e6, LLAMA3),
+    (dict(rope_scaling={"type" if k == "rope_type" else k: v for k, v in LLAMA3.items()}), 1e6, LLAMA3),
+    (dict(rope_theta=DROP, rope_parameters=dict(rope_theta=5e5, **LLAMA3)), 5e5, LLAMA3),
+    (dict(rope_scaling=None), 1e6, None),
+    (dict(rope_scaling={"type": "default"}), 1e6, None),
+    (dict(sliding_window=8, use_sliding_window=False, max_window_layers=2), 1e6, None),
+    (dict(layer_types=["full_attention"] * 2, pretraining_tp=1, mlp_bias=False), 1e6, None),
+])
+def test_config_accepts(tmp_path, changes, theta, scaling):
+    config = config_of(tmp_path, **changes)
+    assert config.rope_theta == theta and config.rope_scaling == scaling
+    write_json(tmp_path / "config.json", config.to_dict())
+    assert model.Config.from_folder(tmp_path) == config
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(model_type="mixtral"), "model_type 'mixtral'"), (dict(model_type=DROP), "model_type None"),
+    (dict(model_type=["qwen3"]), "model_type"),
+    (dict(rope_theta=DROP), "no rope_theta"),
+    (dict(rope_parameters=dict(rope_theta=1e4)), "rope_theta is 10000.0 in one place and 1000000.0"),
+    (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))), "rope_parameters"),
+    (dict(rope_scaling=dict(type="yarn", factor=4.0)), "'yarn'"),
+    (dict(rope_scaling=dict(rope_type="linear", factor=4.0)), "'linear'"),
+    (dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), "'dynamic'"),
+    (dict(rope_scaling=dict(rope_type="warp9")), "'warp9'"),
+    (dict(rope_scaling=dict(rope_type="llama3", type="yarn")), "rope_type is 'llama3' in one place"),
+    (dict(rope_scaling=dict(factor=4.0)), "factor"),
+    (dict(rope_scaling=dict(LLAMA3, high_freq_factor=1.0)), "high_freq_factor"),
+    (dict(rope_scaling=dict(LLAMA3, factor=None)), "factor is None"),
+    (dict(rope_scaling=7), "rope_scaling"),
+    (dict(use_sliding_window=True, sliding_window=8), "use_sliding_window = true"),
+    (dict(layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
+    (dict(num_experts=8), "num_experts = 8"), (dict(num_local_experts=8), "num_local_experts"),
+    (dict(quantization_config=dict(quant_method="fp8")), "quantization_config"),
+    (dict(hidden_act="gelu"), 'hidden_act = "gelu"'),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    (dict(rope_parameters=dict(rope_theta=1e6, partial_rotary_factor=0.5)), "partial_rotary_factor"),
+    (dict(pretraining_tp=2), "pretraining_tp"), (dict(attention_bias=True), "attention_bias"),
+    (dict(model_type="llama", mlp_bias=True), "mlp_bias"),
+    (dict(hidden_size="48"), "hidden_size is '48'"), (dict(vocab_size=0), "vocab_size is 0"),
+    (dict(num_hidden_layers=True), "num_hidden_layers is True"),
+    (dict(intermediate_size=4.5), "intermediate_size"),
+    (dict(tie_word_embeddings="yes"), "tie_word_embeddings"),
+    (dict(num_key_value_heads=3), "multiple of"), (dict(head_dim=15), "head_dim 15 is odd"),
+    (dict(rms_norm_eps=float("nan")), "rms_norm_eps"), (dict(eos_token_id="2"), "eos_token_id"),
+])
+def test_config_refuses(tmp_path, changes, words):
+    with pytest.raises(ValueError) as error:
+        config_of(tmp_path, **changes)
+    message = str(error.value)
+    assert words in message and "config.json" in message and message.count("\n") < 2
+
+
+def test_config_fuzz(tmp_path):
+    """Any value in any field: a config or a ValueError that names the file, never another exception."""
+    rng = random.Random(0)
+    values = [None, True, False, 0, 1, -1, 2**70, 1.5, float("nan"), float("inf"), "x", "", [], [1], ["x"],
+              {}, {"a": 1}, {"rope_type": "llama3"}, {"rope_type": ["x"]}, {"rope_theta": "x"}, {"type": {}}]
+    names = [*SIZES, *model.INERT, "model_type", "rope_scaling", "rope_parameters", "layer_types",
+             "attention_bias", "eos_token_id"]
+    for _ in range(1000):
+        try:
+            changes = {rng.choice(names): rng.choice(values) for _ in range(rng.randint(1, 3))}
+            config = config_of(tmp_path, **changes)
+            assert config.inv_freq().shape == (config.head_dim // 2,)
+        except ValueError as error:
+            assert "config.json" in str(error)
+
+
+def test_eos_ids_are_the_union(tmp_path):
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 7]})
+    write_json(tmp_path / "tokenizer_config.json", {"eos_token": {"content": "<|endoftext|>"}})
+    write_json(tmp_path / "tokenizer.json", {"model": {"vocab": {}}, "added_tokens": [
+        {"id": 9, "content": "<|endoftext|>"}]})
+    assert config_of(tmp_path, eos_token_id=5).eos_token_id == [5, 7, 9]
+    assert config_of(tmp_path, eos_token_id=[1]).to_dict()["eos_token_id"] == [1, 5, 7, 9]
+    write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<eos>"})
+    with pytest.raises(ValueError, match="<eos>"):
+        config_of(tmp_path)
+    write_json(tmp_path / "tokenizer.json", {"added_tokens": 7, "model": []})
+    with pytest.raises(ValueError, match="tokenizer_config.json"):
+        config_of(tmp_path)
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA3], ids=["default", "llama3"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_config_and_frequencies_equal_transformers(tmp_path, kind, scaling):
+    """transformers reads our config.json to the same frequencies, bit for bit, and we read what it writes."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    ours = config_of(tmp_path, model_type=kind, rope_scaling=scaling, rope_theta=5e5, eos_token_id=[3, 4],
+                     head_dim=12 if kind == "qwen2" else 16)
+    write_json(tmp_path / "config.json", ours.to_dict())
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == [3, 4] and theirs.num_key_value_heads == 2
+    assert torch.equal(LlamaRotaryEmbedding(theirs).inv_freq, ours.inv_freq())
+    theirs.save_pretrained(tmp_path)
+    assert model.Config.from_folder(tmp_path) == ours
+
+
+def random_weights(config, dtype=torch.bfloat16, seed=0):
+    """{Hugging Face name: tensor} for a config."""
+    torch.manual_seed(seed)
+    return {name: torch.randn(shape).to(dtype)
+            for pieces in model.tensor_map(config).values() for name, shape in pieces}
+
+
+def shard(folder, tensors, files):
+    """Writes `tensors` over several files with an index."""
+    where = {name: files[i % len(files)] for i, name in enumerate(tensors)}
+    for file in files:
+        save_file({n: t for n, t in tensors.items() if where[n] == file}, folder / file)
+    write_json(folder / "model.safetensors.index.json", {"weight_map": where})
+    return where
+
+
+@pytest.mark.parametrize("kind, tied, dtype, sharded", [
+    ("qwen2", True, BF16, True), ("qwen3", False, FP32, False), ("llama", False, torch.float16, True)])
+def test_weights_round_trip(tmp_path, kind, tied, dtype, sharded):
+    config = config_of(tmp_path, model_type=kind, tie_word_embeddings=tied)
+    theirs = random_weights(config, dtype)
+    extra = {"lm_head.weight": theirs["model.embed_tokens.weight"].clone()} if tied else {}  # equal: ignored
+    extra["model.layers.0.self_attn.rotary_emb.inv_freq"] = config.inv_freq()
+    if sharded:
+        shard(tmp_path, theirs | extra, ["a-1.safetensors", "a-2.safetensors"])
+        (tmp_path / "stray.safetensors").write_bytes(b"never read")
+    else:
+        save_file(theirs | extra, tmp_path / "model.safetensors")
+    ours = dict(model.read_tensors(tmp_path, config))
+    assert all(t.dtype == dtype for t in ours.values()) and ("head" in ours) == (not tied)
+    assert torch.equal(ours["layers.1.qkv"][64:96], theirs["model.layers.1.self_attn.k_proj.weight"])
+    assert torch.equal(ours["layers.1.gate_up"][80:], theirs["model.layers.1.mlp.up_proj.weight"])
+    assert ("layers.0.qkv_bias" in ours) == (kind == "qwen2")
+    assert ("layers.0.q_norm" in ours) == (kind == "qwen3")
+    model.write_tensors(tmp_path / "out", config, ours.items())
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == theirs.keys()
+    assert all(torch.equal(written[name], theirs[name].bfloat16()) for name in theirs)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors"]
+    assert model.Config.from_folder(tmp_path / "out") == config
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+INDEX = "model.safetensors.index.json"
+TENSOR_FAULTS = {  # changes of a good set of tensors, and words of the message
+    "lm_head.weight differs": lambda w: {**w, "lm_head.weight": w["model.embed_tokens.weight"] + 1},
+    "layers.1.self_attn.q_proj.weight": lambda w: {n: t for n, t in w.items() if n != Q},
+    "_orig_mod.x": lambda w: {**w, "_orig_mod.x": torch.zeros(2)},
+    "F8_E4M3": lambda w: {**w, Q: w[Q].to(fp8.E4M3), Q + "_scale_inv": torch.ones(1, 1)},
+    "(32, 48), config.json asks for (64, 48)": lambda w: {**w, Q: w[Q][:32].clone()},
+    "F64": lambda w: {**w, Q: w[Q].double()},
+}
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n"
+FILE_FAULTS = {"git lfs pull": lambda data: LFS, "its header describes": lambda data: data[:-100],
+               "cut off": lambda data: data[:100], "0 bytes": lambda data: b""}
+INDEX_FAULTS = {"not a file name inside the folder": lambda where: {**where, Q: "../other/a.safetensors"},
+                "q_proj": lambda where: {**where, Q: next(f for f in where.values() if f != where[Q])},
+                "q_proj.weight": lambda where: {n: f for n, f in where.items() if n != Q},
+                "weight_map": lambda where: ["a.safetensors"]}
+
+
+@pytest.mark.parametrize("words", [
+    *TENSOR_FAULTS, *FILE_FAULTS, *INDEX_FAULTS, "lm_head.weight", "lacks b.safetensors",
+    "neither model.safetensors nor"])
+def test_weight_faults(tmp_path, words):
+    """Named with the file in the call that opens it, before the first tensor is asked for."""
+    config, path = config_of(tmp_path, tie_word_embeddings="differs" in words), tmp_path / "model.safetensors"
+    weights = TENSOR_FAULTS.get(words, dict)(random_weights(config))
+    if words == "lm_head.weight":
+        del weights[words]
+    if words in INDEX_FAULTS or words == "lacks b.safetensors":
+        where = shard(tmp_path, weights, ["a.safetensors", "b.safetensors", "c.safetensors"])
+        write_json(tmp_path / INDEX, {"weight_map": INDEX_FAULTS.get(words, dict)(where)})
+        if words == "lacks b.safetensors":
+            (tmp_path / "b.safetensors").unlink()
+    elif words != "neither model.safetensors nor":
+        save_file(weights, path)
+        path.write_bytes(FILE_FAULTS.get(words, bytes)(path.read_bytes()))
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        model.read_tensors(tmp_path, config)
+    message = str(error.value)
+    assert words in message and str(tmp_path) in message and message.count("\n") < 2
+
+
+def test_header_mutations(tmp_path):
+    """Random changes of a safetensors header: refused with the file named, or read; nothing else."""
+    config = config_of(tmp_path, num_hidden_layers=1)
+    save_file(random_weights(config), tmp_path / "model.safetensors")
+    good = (tmp_path / "model.safetensors").read_bytes()
+    rng, length = random.Random(0), struct.unpack("<Q", good[:8])[0]
+    for _ in range(600):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(8 + length) if rng.random() < 0.9 else rng.randrange(8)
+            data[at] = rng.choice([rng.randrange(256), *b'0123456789{}[],":'])
+        (tmp_path / "model.safetensors").write_bytes(data)
+        try:
+            list(model.read_tensors(tmp_path, config))
+        except (ValueError, FileNotFoundError) as error:
+            assert str(tmp_path) in str(error)
+
+
+def test_write_refuses_a_wrong_set_and_leaves_nothing(tmp_path):
+    config = config_of(tmp_path)
+    save_file(random_weights(config), tmp_path / "model.safetensors")
+    ours = dict(model.read_tensors(tmp_path, config))
+    for pairs, words in [(list(ours.items())[1:], "embedding"), ([("x", ours["norm"])], "tensor x"),
+                         ([*ours.items(), ("norm", ours["norm"])], "second tensor norm"),
+                         ([("norm", ours["embedding"])], r"norm has shape \(131, 48\)")]:
+        with pytest.raises(ValueError, match=words):
+            model.write_tensors(tmp_path / "out", config, pairs)
+        assert not (tmp_path / "out").exists()
+
+
+def test_folder_from_name(tmp_path, monkeypatch):
+    assert model.folder_from_name(str(tmp_path)) == str(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)           # as if it were not installed
+    with pytest.raises(FileNotFoundError, match="hf download Some/Model --local-dir Model"):
+        model.folder_from_name("Some/Model")
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        model.folder_from_name(str(tmp_path / "nowhere"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        model.folder_from_name(str(tmp_path / "file"))
+
+
+# ---- tokenizer ---------------------------------------------------------------------------------------------
+
+QWEN_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+              r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA_SPLIT = QWEN_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+CORPUS = 3 * [
+    "the quick brown fox jumps over the lazy dog. don't DON'T I'll we've he's",
+    "for i in range(10):\n\n\treturn x", "1234567 + 89 = 1234656, 3.14159; (a+b)*c == d != e",
+    "naïve café Ünïcödé ångström 日本語のテスト 한글 😊👍🏽", "   spaces    and\ttabs  \r\n and lines\n\n\n",
+    "banana bandana ababab aaaa mississippi === --- ###"]
+STRINGS = [
+    "", " ", "\n\n\n", "a\rb", "foo   \n   bar", "\tif x:\n\t\treturn 1\n", "wide\u3000space", " " * 100,
+    "line\u2028sep", "don't DON'T don\u2019t 's 't 'LL \u0130'S",
+    "1,234,567.89 \u0661\u0662 \u00bd \u2167 5 \t5",
+    "A\u030a \u212b \u00c5", "\u1112\u1161\u11ab", "a\u0323\u0307 a\u0307\u0323", "👍🏽 🇫🇷 1\ufe0f\u20e3",
+    "\x00nul\x01\x7f\x85\xa0", "<|im_start|>user\nhi<|im_end|>\n", "a<|endoftext|>b", "<|im_end|",
+    "<think>x</think>", "<thinking>", "<|im_start|>\u0301e\u0301", "e\u0301<think>\u0301", "ab" * 300,
+    "カ\u3099ス ガス", "\u0e01" * 40, "a" * 257, "\ufeffbom", "caf\u00e9!cafe\u0301", "x" * 5 + " " * 7 + "42"]
+
+
+def random_strings(n, seed=0):
+    """Assigned characters, runs, marks and special tokens. Marks only of blocks as old as the library's
+    tables."""
+    rng = random.Random(seed)
+    chars = [c for c in map(chr, range(0x3400)) if unicodedata.category(c) not in ("Cn", "Mn", "Mc", "Me")]
+    pools = [chars, list(map(chr, range(0x300, 0x345))), list(" \t\n\r'0123456789"),
+             list(map(chr, range(33, 127))),
+             [*STRINGS, "<|im_start|>", "<|endoftext|>", "<think>", "カ\u3099ス", " the"]]
+    for _ in range(n):
+        yield "".join(rng.choice(pool) * rng.choice([1, 1, 1, 4])
+                      for pool in rng.choices(pools, k=rng.randint(1, 12)))
+
+
+def trained_tokenizer(folder, split="qwen", normalizer=True, strings=False, **changes):
+    """A small BPE trained here, with the pre-tokenizer of a family; returns the tokenizers object that reads
+    the file."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("gpt2", "digits"))
+    first = {"qwen": lambda: pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated"),
+             "llama": lambda: pre_tokenizers.Split(Regex(LLAMA_SPLIT), "isolated"),
+             "digits": lambda: pre_tokenizers.Digits(individual_digits=True)}.get(split)
+    t = tokenizers.Tokenizer(models.BPE(ignore_merges=changes.get("ignore_merges", False)))
+    t.pre_tokenizer = pre_tokenizers.Sequence([first(), level]) if first else level
+    t.normalizer = normalizers.NFC() if normalizer else None
+    t.decoder = decoders.ByteLevel()
+    t.train_from_iterator(CORPUS, trainers.BpeTrainer(
+        vocab_size=460, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    t.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    t.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False),
+                  AddedToken("ガス", normalized=True), AddedToken("<thinking>", normalized=True)])
+    t.save(str(folder / "tokenizer.json"))
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    if strings:
+        raw["model"]["merges"] = [" ".join(pair) for pair in raw["model"]["merges"]]
+    write_json(folder / "tokenizer.json", raw)
+    write_json(folder / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def assert_equal_ids(ours, theirs, strings):
+    for text in strings:
+        for parse_special in (True, False):
+            theirs.encode_special_tokens = not parse_special
+            expected = theirs.encode(text, add_special_tokens=False).ids
+            assert ours.encode(text, parse_special) == expected, (text, parse_special)
+            assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=False), text
+
+
+@pytest.mark.parametrize("split", ["qwen", "llama", "gpt2", "digits", "none"])
+def test_tokenizer_equals_tokenizers(tmp_path, split, monkeypatch):
+    theirs = trained_tokenizer(tmp_path, split, normalizer=split in "qwen gpt2", strings=split == "llama")
+    monkeypatch.setattr(socket, "socket", None)                         # nothing goes online
+    ours = model.Tokenizer.from_pretrained(tmp_path)
+    assert ours.eos_ids == [theirs.token_to_id("<|im_end|>")] and ours.vocab_size == theirs.get_vocab_size()
+    assert_equal_ids(ours, theirs, [*STRINGS, *CORPUS, *random_strings(1500)])
+    for text in [*STRINGS, *random_strings(300, seed=1)]:
+        assert ours.decode(ours.encode(text)) == (unicodedata.normalize("NFC", text) if ours._nfc else text)
+    ours.save(tmp_path / "out")
+    assert model.Tokenizer.from_pretrained(tmp_path / "out").encode(CORPUS[0]) == ours.encode(CORPUS[0])
+
+
+def test_ids_need_not_follow_the_merges(tmp_path):
+    """Ids from the vocabulary, order of merging from the merges; and the list may be complete, as Llama 3's
+    is."""
+    trained_tokenizer(tmp_path, "llama", normalizer=False, ignore_merges=True)
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab, added = raw["model"]["vocab"], {t["content"] for t in raw["added_tokens"]}
+    ids = list(vocab.values())
+    random.Random(0).shuffle(ids)
+    raw["model"]["vocab"] = vocab = dict(zip(vocab, ids))
+    write_json(tmp_path / "tokenizer.json", raw)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    strings = [*STRINGS, *CORPUS, *random_strings(400)]
+    assert_equal_ids(model.Tokenizer.from_pretrained(tmp_path), theirs, strings)
+    order = ["".join(pair) for pair in raw["model"]["merges"]]
+    order = order[:150] + order[:149:-1]                # now some halves come after what they make
+    raw["model"]["merges"] = [(t[:i], t[i:]) for t in order for i in range(1, len(t))
+                              if t[:i] in vocab and t[i:] in vocab and t not in added]
+    write_json(tmp_path / "tokenizer.json", raw)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert_equal_ids(model.Tokenizer.from_pretrained(tmp_path), theirs, strings)
+
+
+@pytest.mark.parametrize("path, value, words", [
+    (["model", "type"], "Unigram", "type = 'Unigram'"), (["model", "dropout"], 0.1, "dropout"),
+    (["model", "end_of_word_suffix"], "</w>", "end_of_word_suffix"),
+    (["model", "vocab"], [], "byte-level BPE"),
+    (["model"], None, "byte-level BPE"), (["model", "merges"], [["q", "zz"]], "merge"),
+    (["model", "merges"], [["t", "h", "e"]], "merge"), (["decoder"], {"type": "Metaspace"}, "decoder"),
+    (["normalizer"], {"type": "NFKC"}, "NFKC"), (["normalizer"], {"type": "Sequence", "normalizers": [
+        {"type": "NFC"}, {"type": "Lowercase"}]}, "Lowercase"),
+    (["pre_tokenizer"], {"type": "Whitespace"}, "pre_tokenizer"), (["pre_tokenizer"], None, "pre_tokenizer"),
+    (["pre_tokenizer", "pretokenizers", 0, "behavior"], "Removed", "pre_tokenizer"),
+    (["pre_tokenizer", "pretokenizers", 0, "invert"], True, "pre_tokenizer"),
+    (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"String": " "}, "pre_tokenizer"),
+    (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"Regex": r"\h+"}, r"\\h"),
+    (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"Regex": r"(a"}, "split pattern"),
+    (["pre_tokenizer", "pretokenizers", 1, "add_prefix_space"], True, "pre_tokenizer"),
+    (["added_tokens", 0, "lstrip"], True, "lstrip"),
+    (["added_tokens", 0, "single_word"], True, "single_word"),
+])
+def test_tokenizer_refuses(tmp_path, path, value, words):
+    trained_tokenizer(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    at = raw
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    write_json(tmp_path / "tokenizer.json", raw)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match=words) as error:
+        model.Tokenizer.from_pretrained(tmp_path)
+    assert "tokenizer.json" in str(error.value)
+
+
+def test_merges_that_tiktoken_cannot_represent():
+    """"abc" is listed as ab + c, but b + c merges before a + b: tokenizers never makes it, tiktoken would."""
+    base = {char: byte for byte, char in enumerate(model.BYTE_TO_CHAR)}
+    unreachable = {"vocab": base | {"bc": 256, "ab": 257, "abc": 258},
+                   "merges": [["b", "c"], ["a", "b"], ["ab", "c"]]}
+    with pytest.raises(ValueError, match="'abc'"):
+        model._read_merges(unreachable, "tokenizer.json")
+    repeated = {"vocab": base | {"aa": 256, "aaa": 257}, "merges": [["a", "a"], ["a", "aa"]]}
+    with pytest.raises(ValueError, match="'aaa'"):          # it is aa|a: the left of two equal merges wins
+        model._read_merges(repeated, "tokenizer.json")
+
+
+def test_text_that_a_tokenizer_cannot_take():
+    lacks, splits = (Tokenizer.bytes().files["tokenizer.json"] for _ in range(2))
+    lacks["pre_tokenizer"]["use_regex"] = False
+    lacks["model"]["vocab"] = {c: i for c, i in lacks["model"]["vocab"].items() if i != 4}
+    words = {"type": "Split", "pattern": {"Regex": r"\p{L}+"}, "behavior": "Isolated", "invert": False}
+    splits["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [words, splits["pre_tokenizer"]]}
+    for raw, bad, message in ((lacks, "ab\x04", r"'\\x04'"), (splits, "a b", "split pattern")):
+        tokenizer = Tokenizer({"tokenizer.json": raw}, [])
+        assert tokenizer.encode("ab") == [97, 98]
+        with pytest.raises(ValueError, match=message):
+            tokenizer.encode(bad)
+
+
+def test_bytes_tokenizer(tmp_path):
+    tokenizer = Tokenizer.bytes()
+    assert tokenizer.vocab_size == 260 and tokenizer.eos_ids == [256]
+    assert tokenizer.encode("hé<|endoftext|>") == [*"hé".encode(), 256]
+    assert tokenizer.encode("<|endoftext|>", parse_special=False) == list(b"<|endoftext|>")
+    assert tokenizer.encode("\ud800x\ud83d\ude0a") == list("\ufffdx😊".encode())
+    assert tokenizer.decode([104, 0xC3, 300, 256]) == "h\ufffd<|endoftext|>"
+    chat = tokenizer.chat([{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"},
+                           {"role": "user", "content": "<"}])
+    assert chat == [258, *b"1+1", 259, *b"2", 256, 258, *b"<", 259]
+    tokenizer.save(tmp_path)
+    again, strings = Tokenizer.from_pretrained(tmp_path), [*STRINGS, *random_strings(300)]
+    assert again.eos_ids == [256] and again.files == tokenizer.files
+    assert all(again.encode(s) == tokenizer.encode(s) and again.decode(again.encode(s)) == s for s in strings)
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    assert_equal_ids(again, tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), strings)
+
+
+CHATML = """{%- for message in messages %}
+    {%- if loop.first and message.role != 'system' %}
+        {{- '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+BOS_TEMPLATE = """{{ bos_token }}{% for m in messages %}
+    {% if m.role not in ['user', 'assistant'] %}
+        {{ raise_exception('no role ' + m.role) }}
+    {% endif %}
+{{ m | tojson }}{% if loop.index > 1 %}{% break %}{% endif %}
+{% endfor %}{{ tools is none }}"""
+CHATS = [[{"role": "user", "content": "<b>1 + 1 & \"é\"</b>"}],
+         [{"role": "user", "content": "a<|im_end|>b"}, {"role": "assistant", "content": "c"},
+          {"role": "user", "content": "d"}]]
+
+
+@pytest.mark.parametrize("thinking", [None, True, False])
+@pytest.mark.parametrize("template", [CHATML, BOS_TEMPLATE], ids=["chatml", "bos"])
+@pytest.mark.parametrize("place", ["config", "list", "file"])
+def test_chat_equals_transformers(tmp_path, place, template, thinking):
+    trained_tokenizer(tmp_path)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
+                "bos_token": "<|endoftext|>"}
+    if place == "file":
+        (tmp_path / "chat_template.jinja").write_text(template)
+        settings["chat_template"] = "the file comes first"
+    else:
+        named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+        settings["chat_template"] = template if place == "config" else named
+    write_json(tmp_path / "tokenizer_config.json", settings)
+    ours = model.Tokenizer.from_pretrained(tmp_path)
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    extra = {} if thinking is None else {"enable_thinking": thinking}
+    for messages in CHATS:
+        text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **extra)
+        assert ours.render(messages, thinking) == text
+        assert ours.chat(messages, thinking) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("template, words", [
+    (None, "no chat template"), ([{"name": "other", "template": ""}], "no chat template"),
+    ("{% for %}", "failed"), ("{{ raise_exception('not so') }}", "not so"),
+    ("{{ messages.append(1) }}", "failed"), ("{{ ''.__class__.__mro__ }}", "failed"),
+    ("{{ nothing.x }}", "failed"), ("{{ messages[0].content + 1 }}", "failed"),
+])
+def test_chat_template_faults(template, words):
+    files = model.Tokenizer.bytes().files
+    files["tokenizer_config.json"]["chat_template"] = template
+    with pytest.raises(ValueError, match=words):
+        model.Tokenizer(files, [256]).chat(CHATS[0])
+
+
+# ============================================================================================================
+# 5  Tasks, reward, loss
+# ============================================================================================================
+
+# (completion, gold, reward)
+ANSWERS = [
+    # where the answer is
+    ("7 * 6 = 42\n#### 42", "42", 1), ("Hence \\boxed{42}.", "42", 1), ("#### 42\r\nDone.", "42", 1),
+    ("the answer is 42", "42", 0), ("1 2 3 4 5 6", "6", 0), ("", "42", 0), (" #### 42", "42", 0),
+    ("x #### 42", "42", 0), ("####42", "42", 1), ("#### 41\n#### 42\nok", "42", 1),
+    ("#### 42\n####", "42", 0), ("#### Plan\nadd\n#### 42", "42", 1), ("#### 42\n\\boxed{41}", "42", 0),
+    ("\\boxed{42}\n#### 41", "42", 1), ("#### 42" + "\nand so on" * 500, "42", 1), ("#### ,", "42", 0),
+    ("#### 42 43", "42", 0), ("\\boxed{41} no, \\boxed{42}", "42", 1),
+    ("\\boxed{42} no, \\boxed{41}", "42", 0), ("\\boxed{}", "42", 0), ("\\boxed{42} \\boxed{4", "42", 1),
+    ("\\boxed{42", "42", 0), ("\\boxed 42", "42", 0), ("\\boxed", "42", 0),
+    ("\\boxed{42} and \\boxed{}", "42", 0), ("\\fbox{42}", "42", 1), ("\\boxed {42}", "42", 1),
+    ("\\boxed{\\boxed{42}}", "42", 1), ("\\boxed{1 \\boxed{42}", "42", 1), ("} { \\boxed{42} {", "42", 1),
+    ("\\boxed{\\{1\\}}", "\\{1\\}", 1), ("\\\\boxed{42}", "42", 1), ("$$\\boxed{42}$$", "42", 1),
+    # think blocks
+    ("<think>\\boxed{41}</think>\\boxed{42}", "42", 1), ("<think>\\boxed{42}</think> 42", "42", 0),
+    ("<think>\\boxed{42}", "42", 0), ("\\boxed{42}<think>hm", "42", 0), ("hm \\boxed{42}</think>", "42", 0),
+    ("hm</think>\n#### 42", "42", 1), ("<think>#### 41\n</think>\n#### 42", "42", 1),
+    ("\\boxed{42}<think>\\boxed{41}</think>", "42", 1), ("<think><think></think>\\boxed{42}", "42", 1),
+    ("\\boxed{42}<think></think> hm</think>", "42", 0),
+    # numbers
+    ("\\boxed{1,234}", "1234", 1), ("\\boxed{1234}", "1,234", 1), ("\\boxed{12,34}", "1234", 0),
+    ("\\boxed{1,234,56}", "123456", 0), ("\\boxed{0,123}", "123", 0),
+    ("\\boxed{1\\,234{,}567}", "1234567", 1), ("\\boxed{1,\\!234}", "1234", 1), ("\\boxed{1 234}", "1234", 0),
+    ("\\boxed{1,234.50}", "1234.5", 1), ("\\boxed{042}", "42", 1), ("\\boxed{42.}", "42", 1),
+    ("\\boxed{42.0}", "42", 1), ("\\boxed{.5}", "1/2", 1), ("\\boxed{42.5}", "42", 0),
+    ("\\boxed{420}", "42", 0), ("\\boxed{142}", "42", 0), ("\\boxed{-0}", "0", 1), ("\\boxed{-42}", "-42", 1),
+    ("\\boxed{42}", "-42", 0), ("\\boxed{\u221242}", "-42", 1), ("#### - 42", "-42", 1),
+    ("\\boxed{+42}", "42", 1), ("\\boxed{\\pm 42}", "42", 0), ("\\boxed{--42}", "42", 0),
+    ("\\boxed{-}", "0", 0), ("\\boxed{\uff14\uff12}", "42", 0), ("\\boxed{inf}", "42", 0),
+    ("\\boxed{nan}", "0", 0), ("\\boxed{4e1}", "40", 0), ("\\boxed{0x2a}", "42", 0),
+    ("\\boxed{False}", "0", 0), ("\\boxed{two}", "2", 0), ("\\boxed{4_2}", "42", 0),
+    ("\\boxed{18446744073709551617}", "18446744073709551616", 0), ("\\boxed{10^{10^{10}}}", "10", 0),
+    # money, units, marks
+    ("#### $42", "42", 1), ("#### -$42", "-42", 1), ("#### $-42", "-42", 1), ("\\boxed{\\$42.00}", "42", 1),
+    ("\\boxed{42 €}", "42", 1), ("#### **42**", "42", 1), ("#### $42$.", "42", 1),
+    ("\\boxed{\\(42\\)}", "42", 1), ("\\boxed{42\\%}", "42", 1), ("\\boxed{4200\\%}", "42", 0),
+    ("\\boxed{0.42}", "42\\%", 0), ("#### 42%", "42", 1), ("\\boxed{42^\\circ}", "42", 1),
+    ("\\boxed{42^{\\circ}}", "42", 1), ("\\boxed{42\u00b0}", "42", 1), ("\\boxed{42 \\text{ m}^2}", "42", 1),
+    ("\\boxed{42\\,\\mathrm{cm}}", "42", 1), ("#### 42 miles per hour", "42", 1), ("#### 42 km/h", "42", 1),
+    ("\\boxed{\\text{42}}", "42", 1), ("\\boxed{42x}", "42", 0), ("\\boxed{42 x}", "42", 0),
+    ("\\boxed{42\\pi}", "42", 0), ("\\boxed{42 pi}", "42", 0), ("\\boxed{42!}", "42", 0),
+    ("#### 42 thousand", "42", 0), ("\\boxed{41 \\text{ or } 42}", "42", 0), ("\\boxed{42 or more}", "42", 0),
+    ("\\boxed{41, 42}", "42", 0), ("#### 42 and a half", "42", 0), ("#### 40 + 2", "42", 0),
+    ("\\boxed{40+2}", "42", 0),
+    # fractions
+    ("\\boxed{\\frac{3}{4}}", "0.75", 1), ("\\boxed{0.75}", "\\frac34", 1),
+    ("\\boxed{6/8}", "\\tfrac{3}{4}", 1), ("\\boxed{\\dfrac 3 4}", "3/4", 1),
+    ("\\boxed{-\\frac{3}{4}}", "-0.75", 1), ("\\boxed{\\frac{-3}{4}}", "-3/4", 1),
+    ("\\boxed{\\frac{\\frac{3}{2}}{2}}", "3/4", 1), ("\\boxed{\\frac{1}{3}}", "0.3333333333333333", 0),
+    ("\\boxed{1\\frac34}", "7/4", 1), ("\\boxed{-1\\frac34}", "-7/4", 1), ("\\boxed{1 3/4}", "1.75", 1),
+    ("\\boxed{1 3/4}", "1", 0), ("\\boxed{1\\frac43}", "7/3", 0), ("\\boxed{3/0}", "3", 0),
+    ("\\boxed{3/0}", "0", 0), ("\\boxed{\\frac{0}{0}}", "0", 0), ("\\boxed{1/2/2}", "1/4", 0),
+    ("\\boxed{\\frac{1,000}{4}}", "250", 1), ("\\boxed{\\frac{1}{3^{99}}}", "\\frac{1}{3^{98}}", 0),
+    ("\\boxed{0}", "\\frac{1}{3^{99}}", 0),
+    # text
+    ("\\boxed{\\text{Ada}}", "Ada", 1), ("#### Ada", "\\text{Ada}", 1), ("\\boxed{Ada}", "Adam", 0),
+    ("\\boxed{y^{3} - 1}", "y^3-1", 1), ("\\boxed{y^{31}}", "y^31", 0), ("\\boxed{\\sqrt{3}}", "\\sqrt3", 1),
+    ("\\boxed{\\left[0, \\dfrac12\\right)}", "[0,\\frac{1}{2})", 1), ("\\boxed{(1,2)}", "(1,3)", 0),
+    ("\\boxed{\\frac{1}{x}0}", "\\frac{1}{x0}", 0), ("\\boxed{ }", "", 0), ("#### ", "", 0),
+    ("\\boxed{__import__('os').abort()}", "42", 0),
+    # beyond MAX_DIGITS the digits are compared; leading and trailing zeros still do not count
+    ("\\boxed{" + "7" * 9000 + "}", "7" * 9000, 1), ("#### -" + "7" * 9000 + ".000 km", "-0" + "7" * 9000, 1),
+    ("#### " + "7" * 9000, "7" * 8999 + "8", 0), ("#### " + "7" * 9000, "-" + "7" * 9000, 0),
+    ("#### " + "0" * 9000 + "5", "5", 1), ("\\boxed{" + "\\frac{" * 5000 + "1" + "}{1}" * 5000 + "}", "1", 0),
+]
+
+
+@pytest.mark.parametrize("completion, gold, reward", ANSWERS, ids=[str(i) for i in range(len(ANSWERS))])
+def test_math_reward(completion, gold, reward):
+    assert grpo.math_reward(completion, gold) == reward
+
+
+HOSTILE = [
+    "\\boxed{", "{", "}", "{}", "\\frac{", "\\frac", " ", "\t", "\n", "####", "\n#### ", "1,", "123,", "1",
+    "0", ".", "1/", "-", "$", "*", "<think>", "</think>", "<think></think>", "\\text{", "\\text", "\\",
+    "\\\\", "\U0001f600", "\\boxed{\\boxed", "\\boxed{1}", "\\boxed  ", "a ", "\u2009", "=", "(", "\x00",
+    "\ud800", "^{", "+",
+]
+
+
+def test_reward_time_is_linear():
+    """Eight times the length of any hostile string takes about 8 times as long; quadratic code takes 64."""
+    for unit in HOSTILE:
+        for frame in ("%s", "\\boxed{%s}", "#### 1%sx", "<think>%s</think>\n#### 1"):
+            took = []
+            for length in (2_000, 16_000):
+                text = frame.replace("%s", unit * (length // len(unit)))
+                best = math.inf
+                for _ in range(2):
+                    start = time.process_time()  # not the clock: the machine may have other work
+                    grpo.math_reward(text, "1")
+                    grpo.countdown_reward(text, "1: 1")
+                    best = min(best, time.process_time() - start)
+                took.append(best)
+            assert took[1] < 24 * took[0] + 0.02, (unit, frame, took)
+
+
+def test_reward_never_raises_or_pays_noise():
+    rng = random.Random(0)
+    parts = HOSTILE + ["\\boxed{", "}", "7", "8", "\\,", "\\times", "or", "%", "\\frac", "{1}", "x^2"]
+    paid = 0
+    for _ in range(10_000):
+        text = "".join(rng.choices(parts, k=rng.randrange(1, 25)))
+        paid += grpo.math_reward(text, "18")
+        assert grpo.countdown_reward(text, "18: 2 9") == 0
+        grpo.math_reward(text, text)  # hostile golds as well
+        grpo.math_reward("\\boxed{" + text + "}", "#### " + text)
+    assert paid == 0
+
+
+@pytest.mark.parametrize("name, options", [
+    ("sum", {}), ("sum", {"difficulty": 2, "digits": 1}), ("sum", {"difficulty": 60, "digits": 5}),
+    ("countdown", {}), ("countdown", {"difficulty": 2}), ("countdown", {"difficulty": 8}),
+])
+def test_generated_tasks(name, options):
+    task, again, other = (grpo.TASKS[name](seed=seed, **options) for seed in (1, 1, 2))
+    order = random.Random(0).sample(range(200), 200)  # example i depends on i, not on what was asked before
+    shuffled = {i: again.train(i) for i in order}
+    examples = [task.train(i) for i in range(200)]
+    assert examples == [shuffled[i] for i in range(200)]
+    assert task.heldout == other.heldout and examples != [other.train(i) for i in range(200)]
+    held = {example.prompt for example in task.heldout}
+    assert 0 < len(held) == len(task.heldout) <= 256
+    assert not held & {example.prompt for example in examples + [other.train(i) for i in range(1000)]}
+    hasty = 0
+    for example in examples + task.heldout:
+        assert example.reward(example.prompt) == 0
+        if "\n" not in example.solution and name == "sum":  # an estimate without steps, as a rule wrong
+            assert example.reward(f"#### {example.gold}") == 1
+            hasty += 1
+        else:
+            assert example.reward(example.solution) == 1 == example.reward(example.prompt + example.solution)
+            assert example.reward(example.solution[:-1]) == 0
+    assert abs(hasty / len(examples + task.heldout) - grpo.Sum.HASTY * (name == "sum")) < 0.12
+
+
+def test_first_examples_do_not_change(monkeypatch):
+    """Seeds are part of every published number: these are fixed for good, on any machine."""
+    assert grpo.Countdown(heldout=1).train(0).solution == "89-62=27\n44+27=71\n#### 44+(89-62)"
+    assert grpo.Sum(heldout=1).train(0).prompt == "53+71+98+59=\n"
+    monkeypatch.setattr(grpo.Sum, "HASTY", 0.0)
+    assert grpo.Sum(heldout=1).train(0).solution == "53+71=124\n124+98=222\n222+59=281\n#### 281"
+
+
+def test_difficulty_sets_the_length(monkeypatch):
+    monkeypatch.setattr(grpo.Sum, "HASTY", 0.0)
+    lengths = [len(grpo.Sum(difficulty, heldout=1).train(0).solution) for difficulty in (4, 10, 30, 100, 300)]
+    assert 35 <= lengths[0] <= 45 and lengths == sorted(lengths) and 3500 < lengths[-1] < 4500
+    for task, bad in ((grpo.Sum, (1, 2)), (grpo.Sum, (2, 0)), (grpo.Countdown, (9,))):
+        with pytest.raises(ValueError, match=f"difficulty={bad[0]}"):
+            task(*bad)
+
+
+@pytest.mark.parametrize("answer, reward", [
+    ("2*(3+4)", 1), ("(4+3)*2", 1), ("\\boxed{2 \\times \\left(3+4\\right)}", 1), ("2*3+2*4", 0), ("14", 0),
+    ("2*7", 0), ("2*(3+4) = 14", 0), ("2*(3+4)+0", 0), ("2*(3+4)*1", 0), ("2*(3+4)-(3-3)", 0), ("2(3+4)", 0),
+    ("2**3+4+2", 0), ("9**9**9**9**9", 0), ("(" * 70 + "2*(3+4)" + ")" * 70, 1),
+    ("(" * 5000 + "1" + ")" * 5000, 0), ("(" * 150, 0), ("-" * 149 + "1", 0), ("2*(3+4)//1", 0),
+    ("2*(3+4)/0", 0), ("2/(3-3)", 0), ("a*(3+4)", 0), ("int('14')", 0), ("\uff12*(3+4)", 0),
+    ("\u0662*(3+4)", 0), ("02*(3+4)", 0), ("2.0*(3+4)", 0), ("1e1+4", 0), ("2*(3+4)#x", 0), ("", 0),
+    ("__import__('os').abort()", 0), ("1_4", 0), ("2*(3+4", 0), ("2*(3+4)\x00", 0), ("-2*(-3-4)", 0),
+    ("9" * 10_000, 0),
+])
+def test_countdown_reward(answer, reward):
+    completion = answer if "boxed" in answer else f"so\n#### {answer}"
+    assert grpo.countdown_reward(completion, "14: 2 3 4") == reward
+
+
+def write(path, *lines, newline=b"\n", start=b""):
+    path.write_bytes(start + newline.join(line.encode() if isinstance(line, str) else line for line in lines))
+    return path
+
+
+GOOD = '{"question": "6 * 7?", "answer": "6*7=<<6*7=42>>42\\n#### 1,042"}'
+
+
+def test_jsonl(tmp_path):
+    plain = '{"question": "Who?", "answer": "Ada", "id": 1, "id": 2}'
+    path = write(tmp_path / "a.jsonl", GOOD, "", plain)
+    first, second = grpo.load_jsonl(path)
+    assert first.gold == "1,042" and first.solution == "6*7=42\n#### 1,042" and first.reward("#### 1042") == 1
+    assert first.prompt == f"6 * 7?\n{grpo.INSTRUCTION}\n" and '"#### "' in first.prompt
+    assert second.gold == "Ada" and second.solution is None and second.reward("#### Ada") == 1
+    for newline in (b"\r\n", b"\r"):
+        assert grpo.load_jsonl(write(tmp_path / "b.jsonl", GOOD, plain, newline=newline)) == [first, second]
+    assert grpo.load_jsonl(write(tmp_path / "b.jsonl", GOOD, start=b"\xef\xbb\xbf")) == [first]
+    odd = '{"question": "a\u2028b\u0085c", "answer": "#### 1"}'  # no ends of a line, but for str.splitlines
+    assert grpo.load_jsonl(write(tmp_path / "b.jsonl", odd))[0].gold == "1"
+
+
+@pytest.mark.parametrize("line, message", [
+    ('{"question": "x"}', '"answer" is missing'), ('{"answer": "x"}', '"question" is missing'),
+    ("{", "not JSON"), ('{"question": "x", "answer": "#### 1"} {}', "not JSON"), ("[1]", "found list"),
+    ("7", "found int"), ('{"question": "x", "answer": 7}', '"answer" must be text'),
+    ('{"question": " ", "answer": "7"}', "not blank"),
+    (b'{"question": "\xff", "answer": "7"}', "not JSON in UTF-8"), ("[" * 100_000, "not JSON"),
+    ('{"question": "x", "answer": "so\\n####"}', "no gold answer"),
+    ('{"question": "x", "answer": "a\\nb"}', "no gold"),
+])
+def test_jsonl_faults_name_the_line(tmp_path, line, message):
+    path = write(tmp_path / "data.jsonl", GOOD, "", line, GOOD)
+    with pytest.raises(ValueError) as caught:
+        grpo.load_jsonl(path)
+    assert f"{path}, line 3: " in str(caught.value) and message in str(caught.value)
+
+
+def test_jsonl_file_faults(tmp_path):
+    with pytest.raises(FileNotFoundError, match="curl -Lo"):
+        grpo.load_jsonl(tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match="no examples"):
+        grpo.load_jsonl(write(tmp_path / "empty.jsonl", "", " "))
+    with pytest.raises(ValueError, match="all 1 rows are held out"):
+        grpo.JsonLines(write(tmp_path / "one.jsonl", GOOD))
+
+
+def test_jsonl_task(tmp_path):
+    rows = [f'{{"question": "q{i}", "answer": "#### {i}"}}' for i in range(40)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    task, again = grpo.TASKS["jsonl"](path, seed=3), grpo.TASKS["jsonl"](path, seed=3)
+    assert len(task.heldout) == 4 and len(task.rows) == 36
+    epochs = [[task.train(36 * epoch + i) for i in range(36)] for epoch in range(2)]
+    assert epochs[0] != epochs[1] and sorted(e.gold for e in epochs[0]) == sorted(e.gold for e in epochs[1])
+    assert [again.train(i) for i in reversed(range(72))][::-1] == epochs[0] + epochs[1]
+    leak = grpo.JsonLines(path, write(tmp_path / "b.jsonl", *rows[:8]), heldout=5)
+    assert len(leak.heldout) == 5 and len(leak.rows) == 35  # rows of the held-out set leave the training set
+
+
+def test_advantages():
+    got = grpo.advantages([1, 0, 0, 0, 1, 1, 0, 0], 4)
+    assert got.dtype == torch.float32
+    assert got.tolist() == [0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5]
+    for value in (0.1, 1 / 3, 1e-30, 1e30, -7.7):  # exactly zero, with the division too
+        for normalize_std in (False, True):
+            assert not grpo.advantages(torch.full((21,), value), 7, normalize_std).any()
+    scaled = grpo.advantages([1, 0, 0, 0], 4, normalize_std=True)
+    assert torch.allclose(scaled, torch.tensor([1.5, -0.5, -0.5, -0.5]), atol=1e-4)
+    assert grpo.advantages([], 4).shape == (0,)
+
+
+def test_advantages_of_failed_scores():
+    assert torch.equal(grpo.advantages([1, math.nan, 0, math.inf], 4), grpo.advantages([1, 0, 0, 0], 4))
+    with pytest.raises(ValueError, match="group_size=1"):
+        grpo.advantages([1, 0], 1)
+    for bad in ([1, 0, 0], [[1, 0], [0, 0]]):
+        with pytest.raises(ValueError, match="groups of 2"):
+            grpo.advantages(bad, 2)
+
+
+def leaf(*values):
+    return torch.tensor(values, dtype=torch.float32, requires_grad=True)
+
+
+def test_policy_loss_by_hand():
+    """Both sides of the clip, either sign: the gradient is -advantage * ratio / total, or 0 where clipped."""
+    ratios, adv = [1.0, 1.1, 1.5, 1.5, 0.5, 0.5, 0.9], [2.0, -1.0, 3.0, -3.0, 3.0, -3.0, 0.0]
+    old = torch.full((7,), -2.0)
+    logp = (old + torch.tensor(ratios).log()).requires_grad_()
+    loss, sums = grpo.policy_loss(logp, old, torch.tensor(adv), 10)
+    loss.backward()
+    gains = [2, -1.1, 3 * 1.28, -4.5, 1.5, -3 * 0.8, 0]
+    grads = [2, -1.1, 0, -4.5, 1.5, 0, 0]
+    assert loss.item() == pytest.approx(-sum(gains) / 10, rel=1e-5)
+    assert torch.allclose(logp.grad, -torch.tensor(grads) / 10, rtol=1e-5)
+    assert sums["clipped_low"] == 1 and sums["clipped_high"] == 1 and "kl" not in sums
+    expected = {"ratio": sum(ratios), "loss": -sum(gains), "entropy": -logp.sum().item()}
+    assert {name: sums[name].item() for name in expected} == pytest.approx(expected, rel=1e-5)
+    x = torch.zeros(0, requires_grad=True)
+    loss, sums = grpo.policy_loss(x, x, x, 0, ref_logp=x, kl_coef=1.0)  # all completions were dropped
+    loss.backward()
+    assert loss == 0 and x.grad.shape == (0,) and all(value == 0 for value in sums.values())
+    metrics = grpo.Metrics()
+    metrics.add(0, sums)
+    assert set(metrics.means().values()) == {0.0}
+
+
+def test_truncated_weights():
+    old, sampler = leaf(-1, -1, -1, 0), torch.tensor([-1.0, -2.0, -0.5, -200.0])
+    weights = grpo.truncated_weights(old, sampler, 2.0)
+    assert torch.allclose(weights, torch.tensor([1.0, 2.0, math.exp(-0.5), 2.0]))
+    assert not weights.requires_grad
+    logp, adv = leaf(-1, -1, -1, 0), torch.ones(4)
+    grpo.policy_loss(logp, old, adv, 4, weights=weights)[0].backward()
+    assert torch.allclose(logp.grad, -weights / 4) and old.grad is None
+
+
+def test_policy_loss_stays_finite():
+    for gap in (100.0, -100.0, 1e4, -1e4):
+        logp = leaf(gap / 2, gap / 2)
+        loss, _ = grpo.policy_loss(logp, -logp.detach(), torch.tensor([1.0, -1.0]), 2)
+        loss.backward()
+        assert loss.isfinite() and logp.grad.isfinite().all()
+    logp = leaf(math.nan, -1)  # a fault of the model is not hidden
+    assert grpo.policy_loss(logp, torch.zeros(2), torch.ones(2), 2)[0].isnan()
+    with pytest.raises(ValueError, match=r"advantage \(2, 1\)"):
+        grpo.policy_loss(leaf(0, 0), torch.zeros(2), torch.zeros(2, 1), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kl(dtype):
+    for gap in (0.0, 1e-3, 1.0, 10.0, 50.0, 100.0, -1.0, -100.0, 1e30, -1e30):
+        logp = torch.zeros(1, dtype=dtype, requires_grad=True)
+        ref = torch.full((1,), gap, dtype=dtype)
+        value = grpo.k3(logp, ref)
+        value.sum().backward()
+        d = ref.double().item()
+        assert value.dtype == torch.float32 and value.isfinite() and logp.grad.isfinite() and value >= 0
+        if d <= 10:  # the estimate as it is written; bounded beyond 20 only
+            assert value.item() == pytest.approx(math.expm1(d) - d, rel=1e-3 if abs(d) < 0.1 else 1e-5)
+            assert logp.grad.item() == pytest.approx(-math.expm1(d), rel=1e-2)  # pulls towards the reference
+    assert grpo.k3(torch.randn(10_000) * 1e-7, torch.randn(10_000) * 1e-7).min() >= 0
+    zeros = torch.zeros(2)
+    loss, sums = grpo.policy_loss(leaf(0, 0), zeros, zeros, 2, ref_logp=torch.ones(2), kl_coef=0.5)
+    assert loss.item() == pytest.approx(0.5 * (math.e - 2))
+    assert sums["kl"].item() == pytest.approx(2 * (math.e - 2))
+
+
+def test_mismatch():
+    sampler = -torch.rand(1000)
+    same = grpo.mismatch(sampler, sampler.clone())
+    assert all(value.shape == () and value == 0 for value in same.values())
+    assert grpo.first_difference(sampler, sampler.clone()) is None
+    trainer = sampler.clone()
+    trainer[123] += 0.5
+    trainer[900] = torch.nextafter(trainer[900], torch.tensor(1.0))
+    got = grpo.mismatch(sampler, trainer)
+    d = (trainer - sampler).double()
+    assert got["differing_tokens"] == 2 and got["differing"].item() == pytest.approx(2e-3)
+    assert got["max_dlogp"].item() == pytest.approx(0.5)
+    assert got["mean_dlogp"].item() == pytest.approx(d.abs().mean().item())
+    assert got["k3"].item() == pytest.approx((d.expm1() - d).mean().item(), rel=1e-4)
+    assert grpo.first_difference(sampler, trainer) == 123
+    signs = torch.tensor([math.nan, 0.0]), torch.tensor([math.nan, -0.0])
+    assert grpo.first_difference(*signs) == 1  # bits, not values
+    assert all(value == 0 for value in grpo.mismatch(torch.zeros(0), torch.zeros(0)).values())
+
+
+# ============================================================================================================
+# 6  The sampler
+# ============================================================================================================
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return scale_up(Transformer(tiny_config(num_hidden_layers=1, hidden_size=16, num_attention_heads=1,
+                                            num_key_value_heads=1, intermediate_size=16), precision="bf16"))
+
+
+def test_group_shares_its_prompt(policy):
+    prompt = some_prompts([140])[0]
+    sampler = Sampler(policy, max_slots=4)
+    result = sampler.generate([prompt] * 2, 4, 12, seed=2, stop=[])
+    assert result.prefill_tokens == 2 * 139                     # once per group, not per sample
+    assert len({tuple(t) for t in result.tokens}) == 8          # the samples differ
+    alone = [Sampler(policy).generate([prompt], 1, 12, seed=2, stop=[], keys=[k]) for k in range(8)]
+    single = [drawn(result)[0] for result in alone]
+    assert drawn(result) == single
+    narrow = Sampler(policy, max_slots=1).generate([prompt] * 2, 4, 12, seed=2, stop=[])
+    assert drawn(narrow) == single and narrow.prefill_tokens == 2 * 139
+
+
+def test_stop_rules(policy):
+    prompts = some_prompts([4, 9])
+    free = Sampler(policy).generate(prompts, 1, 12, temperature=0, stop=[])
+    assert free.finish == ["length"] * 2 and [len(t) for t in free.tokens] == [12, 12]
+    first, last = free.tokens[0][0], free.tokens[1][-1]
+    sampler = Sampler(policy)
+    eos_first = sampler.generate(prompts[:1], 1, 12, temperature=0, stop=[first])
+    assert (eos_first.tokens, eos_first.finish) == ([[first]], ["stop"]) and len(eos_first.logprobs[0]) == 1
+    limit = free.tokens[1].index(last) + 1                      # the stop id is the last token allowed
+    at_limit = sampler.generate(prompts[1:], 1, limit, temperature=0, stop=[last])
+    assert (at_limit.tokens, at_limit.finish) == ([free.tokens[1][:limit]], ["stop"])
+    one = sampler.generate(prompts, 1, 1, temperature=0, stop=[])
+    assert one.tokens == [t[:1] for t in free.tokens] and one.finish == ["length"] * 2
+    for stop in set(free.tokens[0]):                            # each id of several
+        got = sampler.generate(prompts[:1], 1, 12, temperature=0, stop=[stop, 130])
+        assert got.tokens[0] == free.tokens[0][:free.tokens[0].index(stop) + 1] and got.finish == ["stop"]
+        assert torch.equal(got.logprobs[0], free.logprobs[0][:len(got.tokens[0])])
+
+
+def test_seeds_and_keys(tiny):
+    prompts, sampler = some_prompts([5, 5]), Sampler(tiny)
+    a = sampler.generate(prompts, 3, 16, seed=1)
+    assert drawn(a) == drawn(sampler.generate(prompts, 3, 16, seed=1))
+    assert drawn(a) != drawn(sampler.generate(prompts, 3, 16, seed=2))
+    assert drawn(a) != drawn(sampler.generate(prompts, 3, 16, seed=1, keys=range(6, 12)))
+    keys = [4, 2**40, -1, 0, 1, 2]
+    b = sampler.generate(prompts, 3, 16, seed=1, keys=keys)
+    c = sampler.generate(prompts[::-1], 3, 16, seed=1, keys=keys[3:] + keys[:3])
+    assert drawn(b)[:3] == drawn(c)[3:] and drawn(b)[3:] == drawn(c)[:3]
+    assert drawn(b)[3] != drawn(b)[0]
+
+
+def test_greedy_and_tiny_temperature(tiny):
+    prompts = some_prompts([5, 8, 2])
+    greedy = Sampler(tiny).generate(prompts, 1, 10, temperature=0, seed=1, stop=[])
+    assert greedy.tokens == Sampler(tiny).generate(prompts, 1, 10, temperature=0, seed=2, stop=[]).tokens
+    assert greedy.tokens == Sampler(tiny).generate(prompts, 1, 10, temperature=1e-6, seed=2, stop=[]).tokens
+    ids = torch.tensor(prompts[1] + greedy.tokens[1])
+    with torch.no_grad():
+        logprobs = tiny.logits(tiny.forward(ids, [len(ids)])).log_softmax(-1)[7:-1]
+    assert greedy.tokens[1] == logprobs.argmax(-1).tolist()
+    assert torch.allclose(greedy.logprobs[1], logprobs.amax(-1), atol=1e-5)       # at temperature 1
+
+
+@pytest.mark.parametrize("growth", [0, 2])
+def test_soak_in_a_pool_that_is_too_small(tiny, monkeypatch, growth):
+    monkeypatch.setattr(rollout, "GROWTH_PAGES", growth)
+    draw = random.Random(3)
+    prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100]) for _ in range(30)], seed=3)
+    limits = [draw.choice([1, 2, 7, 30, 70]) for _ in range(89)] + [200]
+    small = Sampler(tiny, max_slots=16, pages=7)
+    result = small.generate(prompts, 3, limits, seed=8, stop=[])
+    large = Sampler(tiny, max_slots=64).generate(prompts, 3, limits, seed=8, stop=[])
+    assert drawn(result) == drawn(large)
+    assert small.pool.free == small.pool.capacity and not any(small.pool.references)
+    assert result.n_tokens == sum(map(len, result.tokens)) == large.n_tokens
+    assert growth or result.preemptions > 3
+
+
+def test_smallest_pool_that_is_accepted(tiny):
+    """n samples of one page each in a pool of two: the shared page must never block the samples."""
+    for length, limit in [(1, 64), (64, 1), (64, 65), (65, 3)]:
+        prompt = some_prompts([length])[0]
+        pages = rollout.pages_for(length + limit - 1) + 2
+        result = Sampler(tiny, max_slots=4, pages=pages).generate([prompt] * 2, 3, limit, seed=1, stop=[])
+        assert [len(t) for t in result.tokens] == [limit] * 6
+        assert drawn(result) == drawn(Sampler(tiny).generate([prompt] * 2, 3, limit, seed=1, stop=[]))
+        with pytest.raises(ValueError, match="pages"):
+            Sampler(tiny, pages=pages - 1).generate([prompt], 1, limit)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("STEPS_PER_LOOK", 1), ("STEPS_PER_LOOK", 50), ("PREFILL_TOKENS", 1), ("PREFILL_TOKENS", 100)])
+def test_schedule_does_not_matter(tiny, monkeypatch, name, value):
+    expected = drawn(Sampler(tiny).generate(PROMPTS, 2, 30, seed=4))
+    monkeypatch.setattr(rollout, name, value)
+    assert drawn(Sampler(tiny, max_slots=3, pages=6).generate(PROMPTS, 2, 30, seed=4)) == expected
+
+
+def test_new_weights_take_effect(policy):
+    sampler = Sampler(policy)
+    before = drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1))
+    old = {name: weight.full().clone() for name, weight in policy.weights().items()}
+    try:
+        generator = torch.Generator().manual_seed(1)
+        policy.load((name, w + 0.05 * torch.randn(w.shape, generator=generator)) for name, w in old.items())
+        after = drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1))
+        assert after != before and after == drawn(Sampler(policy).generate(PROMPTS[:3], 2, 12, seed=1))
+    finally:
+        policy.load(old.items())
+    assert drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1)) == before
+    sampler.release()
+    assert sampler.pool is None and drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1)) == before
+
+
+def test_requests_of_any_size_one_after_the_other(tiny):
+    """The pool grows for a larger request and stays for a smaller one."""
+    sampler = Sampler(tiny)
+    for lengths, n, limit in [([3], 1, 2), ([100] * 9, 3, 50), ([5], 2, 10), ([300], 1, 212), ([2] * 90, 1, 3)]:
+        prompts = some_prompts(lengths)
+        once = Sampler(tiny).generate(prompts, n, limit, seed=1)
+        assert drawn(sampler.generate(prompts, n, limit, seed=1)) == drawn(once)
+
+
+@pytest.mark.parametrize("change,words", [
+    (dict(prompts=[]), "no prompts"),
+    (dict(prompts=[[1], []]), "prompt 1 is empty"),
+    (dict(prompts=[[1, 131]]), "id 131.*131 ids"),
+    (dict(prompts=[[-1, 5]]), "id -1"),
+    (dict(prompts=[[1.5, 5]]), "not a flat list"),
+    (dict(prompts=[[[1], [2]]]), "not a flat list"),
+    (dict(prompts=[[1] * 450], max_new_tokens=63), "450 tokens.*513.*512"),
+    (dict(n=0), "n is 0"),
+    (dict(max_new_tokens=0), "completion 0 is 0"),
+    (dict(max_new_tokens=[1, 2, 3]), "3 entries for 2"),
+    (dict(max_new_tokens=[4, -1]), "completion 1 is -1"),
+    (dict(temperature=-1.0), "temperature is -1"),
+    (dict(temperature=float("nan")), "temperature is nan"),
+    (dict(temperature=float("inf")), "temperature is inf"),
+    (dict(temperature=1e-7), "1e-07.*0 is greedy"),
+    (dict(stop=[131]), "outside 0..130"),
+    (dict(keys=[1]), "keys has 1 entries for 2"),
+    (dict(keys=[1, 2**63]), "64 bits"),
+])
+def test_bad_requests_are_refused(tiny, change, words):
+    request = {**dict(prompts=[[1, 2], [3]], n=1, max_new_tokens=4), **change}
+    sampler = Sampler(tiny)
+    with pytest.raises(ValueError, match=words):
+        sampler.generate(**request)
+    assert sampler.pool is None                                 # nothing was allocated
+
+
+def test_bad_weights_are_named(tiny):
+    bad = Transformer(tiny.config, precision="bf16")
+    bad.norm.write(torch.full((16,), float("nan")))
+    sampler = Sampler(bad)
+    with pytest.raises(FloatingPointError, match="completion .*generated token 0 is nan"):
+        sampler.generate([[1, 2]], 2, 4)
+    bad.norm.write(torch.ones(16))
+    assert len(sampler.generate([[1, 2]], 2, 4, stop=[]).tokens[1]) == 4      # the next call starts clean
+
+
+def test_statistics_and_progress(tiny, capsys, monkeypatch):
+    result = Sampler(tiny, max_slots=4, verbose=True).generate([[1, 2, 3]] * 4, 1, [8, 16, 24, 32], stop=[])
+    assert result.n_tokens == 80 and result.steps == 32 and result.occupancy == 80 / (32 * 4)
+    assert result.prefill_tokens == 8 and result.preemptions == 0 and result.tok_per_s > 0
+    assert capsys.readouterr().out == ""                        # a file gets a line every 10 s
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    Sampler(tiny, verbose=True).generate([[1, 2, 3]], 1, 8, stop=[])
+    out = capsys.readouterr().out
+    assert "1 of 1 sequences, 8 tokens" in out and out.endswith("\n")
+
+
+def test_command_line(tmp_path, monkeypatch, capsys):
+    tokenizer, folder = Tokenizer.bytes(), str(tmp_path / "model")
+    config = tiny_config(vocab_size=260, num_hidden_layers=1, eos_token_id=tokenizer.eos_ids)
+    Transformer(config).save_pretrained(folder)
+    tokenizer.save(folder)
+
+    def command(*flags):
+        monkeypatch.setattr(sys, "argv", ["rollout.py", f"--model={folder}", "--prompt=Hi", "--device=cpu",
+                                          "--max-new-tokens=6", *flags])
+        rollout.main()
+        return capsys.readouterr()
+    done = command("--n=2", "--temperature=0.8")
+    assert "---- 2 of 2" in done.out and "sampled in" in done.err
+    assert done.out == command("--n=2", "--temperature=0.8").out
+    for wrong, words in [("--max-new-tokens=600", "512"), ("--temperature=-1", "temperature is -1"),
+                         ("--precision=fp4", "fp4"), (f"--model={tmp_path}/none", "none")]:
+        with pytest.raises(SystemExit, match=words) as failed:
+            command(wrong)
+        assert str(failed.value).startswith("error: ") and len(str(failed.value).splitlines()) <= 2
+    with pytest.raises(ValueError, match="temperature is -1"):
+        command("--temperature=-1", "--debug")
+
+
+def gpu_policy(precision):
+    config = tiny_config(hidden_size=256, intermediate_size=384, head_dim=64)
+    return scale_up(Transformer(config, precision, "cuda"))
+
+
+@needs_gpu
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_graphs_give_the_bits_of_eager_steps(precision, monkeypatch):
+    policy = gpu_policy(precision)
+    prompts = some_prompts([1, 2, 63, 64, 65, 66, 130, 5] * 3)
+    graphs = Sampler(policy)
+    expected = drawn(graphs.generate(prompts, 2, 60, seed=1))
+    assert graphs.graphs
+    small = Sampler(policy, max_slots=5, pages=12)
+    assert drawn(small.generate(prompts, 2, 60, seed=1)) == expected
+
+    class Eager:
+        def __init__(self, sampler, B):
+            self.replay = lambda: sampler._step(B)
+    monkeypatch.setattr(Sampler, "_graph", lambda self, B: Eager(self, B))
+    assert drawn(Sampler(policy).generate(prompts, 2, 60, seed=1)) == expected
+
+
+@needs_gpu
+def test_graphs_read_new_weights_and_release_returns_memory():
+    policy = gpu_policy("fp8")
+    sampler, prompts = Sampler(policy), some_prompts([5, 70, 130])
+    before = drawn(sampler.generate(prompts, 4, 40, seed=1))
+    policy.load((name, w.full() * 1.1) for name, w in list(policy.weights().items()))
+    after = drawn(sampler.generate(prompts, 4, 40, seed=1))
+    assert after != before and after == drawn(Sampler(policy).generate(prompts, 4, 40, seed=1))
+    memory = []
+    for _ in range(6):
+        sampler.release()
+        memory.append(torch.cuda.memory_allocated())
+        assert drawn(sampler.generate(prompts, 4, 40, seed=1)) == after
+    assert len(set(memory[1:])) == 1
+
+
+# ============================================================================================================
+# 7  Training: runs, resume, checkpoints
+# ============================================================================================================
+
+TINY = ("--device=cpu --width=64 --layers=1 --difficulty=2 --digits=1 --sft-steps=2 --sft-batch=8 --steps=2 "
+        "--prompts=3 --samples=2 --max-new-tokens=8 --lr=3e-3 --eval-problems=4 --eval-every=2 "
+        "--save-every=0 --micro-tokens=64").split()
+
+
+def coin(example, completion):
+    """A reward that an untrained model earns half of the time: every step has a gradient."""
+    return float(zlib.crc32(completion.encode()) % 2)
+
+
+@pytest.fixture
+def paid(monkeypatch):
+    monkeypatch.setattr(grpo.Example, "reward", coin)
+
+
+def read_log(out):
+    """The records of a run without what the clock says."""
+    clock = ("t_", "tok_per_s", "seconds", "mem_gib")
+    lines = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not any(word in k for word in clock)} for line in lines]
+
+
+def run(out, *flags):
+    """A run in this process -> its records of GRPO steps."""
+    train.main([*TINY, f"--out={out}", *flags])
+    return [r for r in read_log(out) if r["kind"] == "step"]
+
+
+def start(out, *flags):
+    """The same in a process of its own."""
+    code = "import sys, test_fp8 as t; t.grpo.Example.reward = t.coin; t.train.main(sys.argv[1:])"
+    return subprocess.Popen([sys.executable, "-c", code, *TINY, f"--out={out}", *flags], cwd=HERE,
+                            stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def newest(out):
+    return Path(out) / train.checkpoints(out)[-1]
+
+
+def assert_same_run(a, b):
+    for x, y in zip(read_log(a), read_log(b)):
+        assert x == y
+    assert len(read_log(a)) == len(read_log(b)) and newest(a).name == newest(b).name
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        assert (newest(a) / name).read_bytes() == (newest(b) / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("precision", model.PRECISIONS)
+def test_two_steps(tmp_path, paid, precision, capsys):
+    """Twice: equal lines but for times. Sampler's and trainer's log-probs are the same bits in `fp8`."""
+    outs = [tmp_path / "a", tmp_path / "b"]
+    steps = run(outs[0], f"--precision={precision}")
+    assert run(outs[1], f"--precision={precision}") == steps
+    assert_same_run(*outs)
+    assert len({tuple(r) for r in steps}) == 1 and {"reward", "mean_dlogp", "max_dlogp", "grad_norm", "loss",
+                                                    "entropy", "skipped", "lr"} <= set(steps[0])
+    kinds = [r["kind"] for r in read_log(outs[0])]
+    assert kinds == ["eval", "supervised", "supervised", "eval", "step", "step", "eval"]
+    assert all(r["grad_norm"] > 0 and r["ratio"] == 1 for r in steps), "the first update is on-policy"
+    gaps = [r[k] for r in steps for k in ("mean_dlogp", "max_dlogp", "k3", "differing", "differing_tokens")]
+    if precision == "fp8":
+        assert not any(gaps)
+    elif precision == "fp8-rollout":
+        assert all(gaps) and steps[0]["max_dlogp"] < 1
+    line = capsys.readouterr().out.splitlines()[-3]
+    assert line.startswith(f"{1:5d} {steps[1]['reward']:7.3f}") and len(line) == len(train.COLUMNS)
+
+
+@needs_gpu
+def test_gpu_run_repeats_and_is_exact(tmp_path, paid):
+    flags = ["--device=cuda", "--width=128", "--samples=8", "--max-new-tokens=70", "--micro-tokens=512"]
+    runs = [run(tmp_path / name, *flags) for name in "ab"]
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    assert all(r["differing_tokens"] == 0 and r["grad_norm"] > 0 for r in runs[0])
+
+
+def test_resume_is_exact(tmp_path, paid):
+    """Four steps in a row, and two, a new process, two more: the same bits in weights, moments and log."""
+    run(tmp_path / "whole", "--steps=4")
+    run(tmp_path / "halves")
+    with pytest.raises(ValueError, match="add --resume"):
+        run(tmp_path / "halves", "--steps=4")
+    assert start(tmp_path / "halves", "--steps=4", "--resume").wait() == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "halves")
+
+
+def test_killed_runs_go_on(tmp_path, paid):
+    """SIGKILL at random moments, saving included; started again, it ends with an uninterrupted run's bits."""
+    flags, killed = ["--steps=8", "--save-every=1", "--resume"], tmp_path / "killed"
+    log = killed / "log.jsonl"
+    lines = lambda: log.read_text().count("\n") if log.exists() else 0
+    run(tmp_path / "whole", *flags)
+    for _ in range(3):
+        process, goal = start(killed, *flags), lines() + random.randint(1, 4)
+        while lines() < goal and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(0.1 * random.random())
+        process.kill()
+        process.wait()
+    assert start(killed, *flags).wait() == 0
+    assert_same_run(tmp_path / "whole", killed)
+    assert len(train.checkpoints(killed)) == 2, "as many as --keep asks for"
+
+
+def test_second_update_leaves_the_policy_that_sampled(tmp_path, paid, monkeypatch):
+    ratios, loss = [], grpo.policy_loss
+
+    def watch(logp, old, *rest, **options):
+        ratios.append((logp.detach() - old).abs().max().item())
+        return loss(logp, old, *rest, **options)
+    monkeypatch.setattr(grpo, "policy_loss", watch)
+    for precision in ("fp8", "bf16"):
+        ratios.clear()
+        flags = "--steps=1", "--updates=2", "--micro-tokens=9999", f"--precision={precision}"
+        steps = run(tmp_path / precision, *flags)
+        assert len(ratios) == 2 and ratios[0] == 0 < ratios[1] and steps[0]["ratio"] != 1
+
+
+def test_a_wrong_bit_stops_the_run(tmp_path, paid, monkeypatch, capsys):
+    generate = Sampler.generate
+
+    def disturbed(*args, **options):
+        result = generate(*args, **options)
+        if len(result.logprobs) == 6:  # the training rollout, not an evaluation
+            result.logprobs[3][0] = result.logprobs[3][0].nextafter(torch.tensor(0.0))
+        return result
+    monkeypatch.setattr(Sampler, "generate", disturbed)
+    with pytest.raises(RuntimeError, match=r"step 0: .*first at sequence 3, position \d: sampler -\d"):
+        run(tmp_path / "stop", "--exact=stop")
+    assert len(run(tmp_path / "warn", "--exact=warn")) == 2
+    assert capsys.readouterr().out.count("note: log-probs differ first at sequence 3, position") == 1
+    assert run(tmp_path / "off", "--exact=off")[0]["differing_tokens"] == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradient_that_is_not_finite_is_skipped(tmp_path, paid, monkeypatch, capsys, bad):
+    """And counted: weights, moments and Adam's own step count stay as they were."""
+    loss, calls = grpo.policy_loss, []
+
+    def broken(*args, **options):
+        value, sums = loss(*args, **options)
+        calls.append(1)
+        return value * (bad if len(calls) == 2 else 1), sums
+    monkeypatch.setattr(grpo, "policy_loss", broken)
+    steps = run(tmp_path, "--steps=3", "--save-every=1", "--keep=9", "--micro-tokens=9999")
+    assert [r["skipped"] for r in steps] == [0, 1, 1] and "was skipped" in capsys.readouterr().out
+    files = [(tmp_path / f"step-{i:06d}/optimizer.safetensors").read_bytes() for i in range(4)]
+    assert files[1] == files[2] and files[0] != files[1] and files[2] != files[3]
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--setps=3", "did you mean --steps?"), ("--max_new_token=3", "did you mean --max-new-tokens?"),
+    ("--task=sums", "--task=sums: choose one of sum"), ("--precision=fp4", "--precision=fp4: choose one of"),
+    ("--exact=maybe", "--exact=maybe"), ("--samples=1", "--samples=1"), ("--prompts=0", "--prompts=0"),
+    ("--updates=9", "--updates=9 is more than --prompts=3"), ("--temperature=0", "--temperature=0"),
+    ("--tis=2", "--tis=2"), ("--task=jsonl", "needs --data"), ("--difficulty=1", "difficulty=1"),
+    ("--task=jsonl --data=none.jsonl", "none.jsonl"), ("--model=none", "no folder none"),
+] + [("--device=cuda", "no CUDA device")] * (not CUDA))
+def test_bad_flags_are_refused(tmp_path, flags, words):
+    """Named in one line or two, before anything is written."""
+    with pytest.raises((ValueError, OSError)) as error:
+        run(tmp_path / "out", *flags.split())
+    assert words in str(error.value) and str(error.value).count("\n") < 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_flags_of_the_loss(tmp_path, paid):
+    flags = "--precision=fp8-rollout", "--tis=2", "--kl=0.1", "--normalize-std", "--drop-truncated"
+    steps = run(tmp_path / "a", *flags)
+    assert steps[1]["kl"] > 0
+    plain, recomputed = (run(tmp_path / flag, flag, "--kl=0.1") for flag in ("--no-recompute", "--recompute"))
+    assert plain == recomputed and plain[1]["kl"] > 0
+
+
+def test_every_field_is_read():
+    source = (HERE / "train.py").read_text()
+    for name in train.Config.__dataclass_fields__:
+        assert re.search(rf"\bcfg\.{name}\b|\"--{name}\" in", source), f"--{name} is never read"
+
+
+def test_micro_batches_do_not_change_the_gradient():
+    """FP32, so that only the order of sums differs: any split gives gradient and metrics of the whole."""
+    torch.manual_seed(0)
+    policy, results = scale_up(Transformer(tiny_config(), "bf16", dtype=FP32), 3.0), []
+    pairs = list(zip(some_prompts([5, 70, 1, 33, 9]), some_prompts([12, 60, 1, 7, 30], seed=1)))
+    lengths = torch.tensor([len(completion) for _, completion in pairs])
+    adv, drift = torch.randn(5).repeat_interleave(lengths), 0.3 * torch.randn(2, 110)
+    with torch.no_grad():
+        old, ref = train.score(policy, pairs, torch.ones(1)) + drift
+    for budget in (9999, 100, 1):
+        for w in policy.weights().values():
+            w.grad = None
+        metrics, at, total = grpo.Metrics(), 0, 0.0
+        batches = list(train.micro_batches(pairs, budget))
+        for batch in batches:
+            logp = train.score(policy, batch, torch.ones(1))
+            part = slice(at, at := at + len(logp))
+            loss, sums = grpo.policy_loss(logp, old[part], adv[part], 110, ref_logp=ref[part], kl_coef=0.1)
+            loss.backward()
+            metrics.add(len(logp), sums)
+            total += loss.item()
+        assert [pair for batch in batches for pair in batch] == pairs
+        assert metrics.means()["loss"] == pytest.approx(total, rel=1e-5)  # the reported mean is the loss
+        results.append((torch.cat([w.grad.flatten() for w in policy.weights().values()]), metrics.means()))
+    assert len(batches) == 5
+    for grad, means in results:
+        assert relative(grad, results[0][0]) < 1e-5 and means == pytest.approx(results[0][1], rel=1e-4)
+
+
+def test_one_update_raises_its_own_objective(tmp_path, paid):
+    """sum(advantage * log p) of the batch grows with the update that it made."""
+    flags = f"--out={tmp_path}", "--prompts=8", "--samples=4", "--lr=1e-3", "--warmup=0"
+    trainer = train.Run(train.parse([*TINY, *flags]))
+    examples = trainer.problems(0, 8)
+    result = trainer.rollout(examples)
+    rewards = [coin(None, trainer.text(tokens)) for tokens in result.tokens]
+    prompts = [trainer.encode_prompt(e) for e in examples]
+    batch, = trainer.update_batches(prompts, result, grpo.advantages(rewards, 4))
+    logp = lambda: torch.cat(trainer.no_grad_scores(trainer.model, batch["sequences"]))
+    objective = lambda: (logp() * batch["advantages"]).sum()
+    before = objective()
+    trainer.update(batch, grpo.Metrics())
+    assert objective() > before + 0.1
+
+
+def test_fp8_learns_like_bf16(tmp_path):
+    """The same 60 supervised steps: the losses stay within 3 % of each other, and fall."""
+    curves = {}
+    for precision in ("bf16", "fp8"):
+        run(tmp_path / precision, f"--precision={precision}", "--sft-steps=60", "--sft-lr=3e-3", "--steps=0")
+        curves[precision] = [r["loss"] for r in read_log(tmp_path / precision) if r["kind"] == "supervised"]
+    print(curves)
+    assert curves["bf16"][-1] < 0.6 * curves["bf16"][0]
+    assert all(abs(a - b) < 0.03 * b for a, b in zip(curves["fp8"], curves["bf16"]))
+
+
+@pytest.mark.parametrize("kind, tied", [("qwen2", True), ("qwen2", False), ("qwen3", True), ("qwen3", False),
+                                        ("llama", True), ("llama", False)])
+def test_checkpoints_load_in_transformers(tmp_path, paid, kind, tied):
+    """What a run saves: no key too many or too few, equal logits (FP32), the same ids, and back again."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    tokenizer = Tokenizer.bytes()
+    config = tiny_config(model_type=kind, tie_word_embeddings=tied, vocab_size=260, head_dim=12,
+                         eos_token_id=[256], rope_scaling=LLAMA3 if kind == "llama" else None)
+    scale_up(Transformer(config), 4.0).save_pretrained(tmp_path / "base")
+    tokenizer.save(tmp_path / "base")
+    run(tmp_path / "run", f"--model={tmp_path / 'base'}", "--sft-steps=0", "--steps=1", "--max-new-tokens=60")
+    folder = newest(tmp_path / "run")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs, info = load(folder, dtype=FP32, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ours = Transformer.from_pretrained(folder, "bf16", dtype=FP32)
+    tokens = torch.randint(0, 260, (100,))
+    with torch.no_grad():
+        mine, other = ours.logits(ours(tokens, [100])), theirs(tokens[None]).logits[0]
+    assert (mine - other).abs().max() < 1e-4 * other.abs().max()
+    text = "hé<|user|>"
+    assert transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == tokenizer.encode(text)
+    theirs.to(BF16).save_pretrained(tmp_path / "again")
+    first, again = (dict(model.read_tensors(d, config)) for d in (folder, tmp_path / "again"))
+    assert first.keys() == again.keys() and all(torch.equal(first[n], again[n]) for n in first)
+
+
+# ============================================================================================================
+# 8  The commands of the README
+# ============================================================================================================
+
+
+def readme_commands():
+    """(program, arguments) of every `python X.py` line in a code block of README.md."""
+    path = HERE / "README.md"
+    if not path.exists():
+        return []
+    blocks = re.findall(r"^```.*?\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    found = [m for line in lines for m in re.findall(r"\bpython3? (\w+)\.py\b([^&|#>]*)", line)]
+    return list(dict.fromkeys((program, arguments.strip()) for program, arguments in found))
+
+
+def call(program, arguments, monkeypatch):
+    """The program's main() as the command line starts it; its exit code."""
+    monkeypatch.setattr(sys, "argv", [program + ".py", *arguments])
+    try:
+        return __import__(program).main()
+    except SystemExit as done:
+        return done.code
+
+
+@pytest.mark.skipif(not readme_commands(), reason="README.md is not there, or shows no python command")
+@pytest.mark.parametrize("program, arguments", readme_commands() or [("train", "")])
+def test_readme_command(tmp_path, monkeypatch, capsys, program, arguments):
+    """Its flags exist; and at a tiny size, with a checkpoint and data made here, it does what it says."""
+    arguments = shlex.split(arguments)
+    assert call(program, ["--help"], monkeypatch) in (None, 0)
+    known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    flags = {a.split("=")[0] for a in arguments if a.startswith("--")}
+    assert flags <= known, f"{program}.py has no {sorted(flags - known)}"
+    monkeypatch.chdir(tmp_path)
+    tokenizer = Tokenizer.bytes()
+    Transformer(tiny_config(vocab_size=260, eos_token_id=[256])).save_pretrained("model")
+    tokenizer.save("model")
+    write(Path("rows.jsonl"), *(f'{{"question": "{i} + 1?", "answer": "#### {i + 1}"}}' for i in range(30)))
+    given = lambda name: [f"--{name}" for _ in [0] if f"--{name}" in flags]
+    if program == "train":
+        small = [a for a in TINY if not (a.startswith("--difficulty") and "--task=jsonl" in arguments)]
+        small += ["--model=model", "--max-new-tokens=60"] * bool(given("model"))
+        small += ["--data=rows.jsonl,rows.jsonl"] * bool(given("data")) + ["--out=run"]
+        assert call(program, arguments + small, monkeypatch) in (None, 0)
+        assert sum(r["kind"] == "step" for r in read_log("run")) == 2
+    elif program == "rollout":
+        small = ["--model=model", "--max-new-tokens=8", "--device=cpu"]
+        assert call(program, arguments + small, monkeypatch) in (None, 0)
+    elif "plot" in arguments:
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+        run("run")
+        assert call(program, ["plot", "run", "--out=picture.png"], monkeypatch) in (None, 0)
+        assert Path("picture.png").stat().st_size > 10_000
+    elif program == "bench":
+        sections = [a for a in arguments if not a.startswith("-")]
+        assert call(program, [*sections, "--quick", "--out=rows.json"], monkeypatch) in (None, 0)
