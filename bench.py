@@ -619,18 +619,16 @@ def plot(runs, path):
     import matplotlib.pyplot as plt
     logs = {os.path.basename(os.path.normpath(run)): read_log(run) for run in runs}
     steps = {name: [r for r in log if r.get("kind") == "step"] for name, log in logs.items()}
-    gaps = [r.get("mean_dlogp") or 0 for log in steps.values() for r in log]
-    floor = min((g for g in gaps if g > 0), default=1e-6) / 10       # where an exact zero is drawn on a log axis
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True, sharex=True)
     panels = [("reward", "mean reward (dots: held-out accuracy)"), ("length", "mean completion, tokens"),
-              ("mean_dlogp", f"mean |log p sampler - log p trainer| (0 drawn at {floor:.0e})"),
+              ("mean_dlogp", "mean |log p sampler - log p trainer|"),
               ("rollout_tok_per_s", "rollout, tokens/s")]
     for axis, (key, title) in zip(axes.flat, panels):
         for i, (name, log) in enumerate(steps.items()):
             points = [(r["step"], r[key]) for r in log if isinstance(r.get(key), (int, float))]
             if key == "mean_dlogp":
-                axis.set_yscale("log")
-                points = [(step, max(value, floor)) for step, value in points]
+                axis.set_yscale("symlog", linthresh=1e-6)       # logarithmic, and still has a place for exact zeros
+                axis.set_ylim(bottom=-1e-7)
             axis.plot(*zip(*points) if points else ([], []), color=f"C{i}", linewidth=1.3, label=name)
             if key == "reward":
                 evals = [(r["step"], r["accuracy"]) for r in logs[name] if r.get("kind") == "eval"]

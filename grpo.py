@@ -277,7 +277,7 @@ class Sum(Generated):
             lines, answer = [], sum((term + 5) // 10 * 10 for term in terms)
         else:
             answer = total
-        return Example("+".join(map(str, terms)) + "=\n", str(total), "\n".join(lines + [f"#### {answer}"]))
+        return Example("+".join(map(str, terms)) + "=", str(total), "\n".join(lines + [f"#### {answer}"]))
 
 
 class Countdown(Generated):

@@ -709,6 +709,9 @@ def _split_pattern(pre, where):
     if _DIALECT.search(pattern):
         raise ValueError(f"{where}: split pattern {pattern!r} uses {_DIALECT.search(pattern).group()!r}, "
                          f"which regular expression engines read differently")
+    # tiktoken panics on an empty match. Python's own engine can tell, given some other class for \\p{...}.
+    if re.match(re.sub(r"\\[pP](\{[^}]*\}|\w)", r"\\w", pattern), ""):
+        raise ValueError(f"{where}: split pattern {pattern!r} matches an empty text")
     return pattern
 
 
@@ -726,7 +729,7 @@ def _read_merges(model, where):
     vocab, whole_words = model["vocab"], bool(model.get("ignore_merges"))
     merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     bad = next((m for m in merges if len(m) != 2 or not {*m, "".join(m)} <= vocab.keys()), None)
-    if bad:
+    if bad is not None:
         raise ValueError(f"{where}: merge {bad} is not a pair of tokens whose union is in the vocabulary")
     tokens = [token for token, _ in itertools.groupby(merges, "".join)]
     known = {*BYTE_TO_CHAR, *tokens}
@@ -792,7 +795,7 @@ class Tokenizer:
                 raise ValueError(f"{where}: a token has an id that is no whole number from 0 on")
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{where}: not the tokenizer.json of a byte-level BPE ({error!r})") from error
-        except ValueError as error:                     # from here, or from tiktoken about the pattern
+        except (ValueError, re.error) as error:         # from here, or about the pattern
             raise ValueError(f"{where}: split pattern: {error}" if where not in str(error) else str(error))
         self.vocab_size = max(self._bytes) + 1
 

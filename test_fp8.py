@@ -6,12 +6,12 @@ What the program promises, as tests. In reading order:
     3  exactness: one set of bits      7  training: runs, resume, checkpoints
     4  model, checkpoints, tokenizer   8  the commands of the README
 
-    python -m pytest -q                        # everything that this machine can show
-    TRITON_INTERPRET=1 python -m pytest -q -k kernel    # what test_interpreted starts where there is no GPU
+    python -m pytest -q  # everything that this machine can show
+    TRITON_INTERPRET=1 python -m pytest -q -k kernel  # what test_interpreted starts where there is no GPU
 
 Tests named test_kernel_* run the Triton kernels: on a GPU, or interpreted on a CPU in a process of their own,
 where there is no GPU; many run on the references as well. Without a GPU all kernels are also compiled for
-Hopper and their binaries inspected. Nothing is downloaded: models are random and tiny, tokenizers trained here.
+Hopper and their binaries inspected. Nothing is downloaded: models are random and tiny.
 Comparisons with transformers and tokenizers skip where those are not installed.
 """
 
@@ -53,6 +53,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 needs_kernels = pytest.mark.skipif(not (CUDA or fp8.INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
+cpu_only = pytest.mark.skipif(CUDA, reason="slow, and the same without a GPU: shown there")
 
 
 def by_mode(plain, interpreted, gpu):
@@ -178,7 +179,7 @@ def test_bad_values_reach_the_scale(bad):
 
 def test_clamp_and_no_nan_for_any_amax():
     amax = torch.logspace(-6, 3, 20000) * (1 + torch.rand(20000))
-    mantissas = torch.arange(1, 1 << 15, 3, dtype=torch.int16).view(torch.bfloat16).float()
+    mantissas = torch.arange(1, 1 << 15, 3, dtype=torch.int16).view(BF16).float()
     powers = torch.tensor([448.0 * 2 ** k for k in range(-30, 31)])
     for values in (amax, mantissas[mantissas.isfinite()], powers):
         codes = fp8.quantize_rows(values[:, None])[0].float()
@@ -199,7 +200,7 @@ def test_gradients_against_fp64(M):
     torch.manual_seed(M)
     N, K = 192, 576
     x = (torch.randn(M, K) * 10.0 ** (torch.arange(K) // 128)).requires_grad_()
-    w, b = weight(N, K, keep="codes", dtype=torch.float32), weight(N, dtype=torch.float32)
+    w, b = weight(N, K, keep="codes", dtype=FP32), weight(N, dtype=FP32)
     w.write(torch.randn(N, K) * 10.0 ** -(torch.arange(K) // 128))
     y = fp8.linear(x, w, b)
     dy = torch.randn(M, N) * 10.0 ** (4 * torch.rand(M, 1) - 4)
@@ -222,8 +223,8 @@ def test_fused_layers_against_autograd(use_fp8):
     """norm_linear, swiglu_linear and norm against torch's autograd on the same formula in FP64."""
     T, C, F = 70, 192, 320
     keep = "codes" if use_fp8 else "data"
-    up, down = (weight(*s, keep=keep, scale=s[1] ** -0.5, dtype=torch.float32) for s in ((2 * F, C), (C, F)))
-    norms, bias = [weight(C, dtype=torch.float32) for _ in range(2)], weight(2 * F, dtype=torch.float32)
+    up, down = (weight(*s, keep=keep, scale=s[1] ** -0.5, dtype=FP32) for s in ((2 * F, C), (C, F)))
+    norms, bias = [weight(C, dtype=FP32) for _ in range(2)], weight(2 * F, dtype=FP32)
     leaves = [torch.randn(T, C, requires_grad=True) for _ in range(2)]
     probe = torch.randn(2, T, C)
 
@@ -307,7 +308,7 @@ def test_adamw_against_torch(keep):
 
 def cast_as_torch(x, source, target, rounding):
     """A cast for the interpreter, whose own rounds halves up and truncates to BF16; hardware does not."""
-    kinds = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+    kinds = {"fp64": torch.float64, "fp32": FP32, "fp16": torch.float16, "bf16": BF16,
              "fp8e4nv": fp8.E4M3}
     y = torch.from_numpy(np.ascontiguousarray(x).reshape(-1)).view(kinds[str(source)]).to(kinds[str(target)])
     size = y.element_size()
@@ -335,7 +336,7 @@ def both(x):
 
 @needs_kernels
 @pytest.mark.parametrize("M,K", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_kernel_quantizers(M, K, dtype):
     x = torch.randn(M, K) * torch.logspace(-8, 3, M)[:, None] * torch.logspace(-2, 2, K)
     x[M // 2], x[0, K // 2] = 0, float("nan")
@@ -386,12 +387,12 @@ def moved(pair):
 def test_kernel_fprop_and_dgrad(M, N, K):
     x, w = random_codes(M, K, N)
     bias = torch.randn(N).bfloat16()
-    mine = fp8.fprop(*moved(x), *moved(w), bias=bias.to(DEVICE), dtype=torch.float32)
-    other = fp8.fprop_reference(*x, *w, bias, torch.float32)
+    mine = fp8.fprop(*moved(x), *moved(w), bias=bias.to(DEVICE), dtype=FP32)
+    other = fp8.fprop_reference(*x, *w, bias, FP32)
     assert relative(mine, other) < 1e-3
     turned = fp8.transpose_codes(w[0].to(DEVICE)), w[1].to(DEVICE).t()
     dy = fp8.quantize_rows_reference(torch.randn(M, N))
-    other = fp8.fprop_reference(*dy, w[0].t(), w[1].t(), None, torch.float32)
+    other = fp8.fprop_reference(*dy, w[0].t(), w[1].t(), None, FP32)
     assert relative(fp8.fprop(*moved(dy), *turned), other) < 1e-2  # BF16 output
 
 
@@ -419,7 +420,7 @@ def test_kernel_norm(M, C, delta):
     h_ref, rstd_ref, y_ref = fp8.norm_reference(h, d if delta else None, host_w.data, 1e-6)
     same(h_new, h_ref, "residual sum")
     assert relative(rstd, rstd_ref) < 1e-6 and relative(y, y_ref) < 1e-3  # a rounding may go the other way
-    # The quantizing kernel is another binary, whose sum of squares may differ in the last bit: its own rstd counts.
+  # The quantizing kernel is another binary, its sum of squares may differ in the last bit: its rstd counts.
     h_new, rstd, codes = fp8.norm_forward(*args, quantize=True)
     for mine, other in zip(codes, fp8.quantize_rows(fp8.norm_output_reference(h_new, rstd, w.data))):
         same(mine, other, "the fused quantizer")
@@ -513,9 +514,9 @@ def test_kernel_layers_end_to_end(use_fp8, monkeypatch):
 @needs_gpu
 def test_kernel_many_rows():
     """More rows than grids on y and z allow, and more elements than 32-bit offsets reach."""
-    x = torch.randn(300_000, 128, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(300_000, 128, device="cuda", dtype=BF16)
     same(fp8.quantize_rows(x)[0][-5:], fp8.quantize_rows_reference(x[-5:])[0])
-    x = torch.zeros(2 ** 31 // 4096 + 100, 4096, device="cuda", dtype=torch.bfloat16)
+    x = torch.zeros(2 ** 31 // 4096 + 100, 4096, device="cuda", dtype=BF16)
     x[-1] = 3
     codes, scales = fp8.quantize_rows(x)
     assert (codes[-1].float() == 448).all() and (scales[:, -2] < 1e-12).all()
@@ -627,7 +628,7 @@ def sample_all(hidden, w, inv_temp, keys, positions, noise=1.0, seed=11):
 @needs_kernels
 @pytest.mark.parametrize("seed", [2 ** 40 + 7, -9 * 2 ** 50])
 def test_kernel_sample_against_reference(seed):
-    """The same noise as the reference: on a GPU nearly all tokens agree, as the last bits of logits differ."""
+    """The reference's noise: on a GPU nearly all tokens agree, as the last bits of logits differ."""
     torch.manual_seed(10)
     T, V, C = by_mode(None, (20, 260, 96), (256, 1000, 128))
     hidden, w, _, inv_temp = head_inputs(T, V, C, DTYPES[0])
@@ -697,8 +698,8 @@ class Background:
     def __init__(self, *arguments, **environment):
         self.out = tempfile.TemporaryFile("w+")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        self.process = subprocess.Popen([sys.executable, *arguments], stdout=self.out, stderr=self.out, cwd=HERE,
-                                        env=environment)
+        self.process = subprocess.Popen([sys.executable, *arguments], cwd=HERE, env=environment,
+                                        stdout=self.out, stderr=self.out)
 
     def output(self):
         code = self.process.wait(900)
@@ -764,7 +765,7 @@ class Recorder:
                 for key in ("REG", "STACK", "LOCAL")}
         found = sorted(set(re.findall(r"\b(QGMMA|HGMMA|HMMA|LDL|STL)", sass)))
         print("BUILT", self.name, read, *found, "shared", compiled.metadata.shared, flush=True)
-        # The noise of sampling runs once, after the products: about 100 bytes a thread spill there.
+  # The noise of sampling runs once, after the products: about 100 bytes a thread spill there.
         if not (self.name == "_head_kernel" and read["STACK"] <= 128):
             assert not {"LDL", "STL"} & set(found) and not read["LOCAL"], f"{self.name} spills"
         if self.name in MATRIX_UNITS:
@@ -972,13 +973,20 @@ def test_kernel_head_past_one_chunk():
 
 def scale_up(policy, factor=8.0):
     """Random weights of 0.02 give nearly uniform logits; sharper ones make every wrong bit visible."""
-    policy.load((name, w.full() * (factor if len(w.shape) == 2 else 1)) for name, w in policy.weights().items())
+    scale = lambda w: factor if len(w.shape) == 2 else 1
+    policy.load((name, w.full() * scale(w)) for name, w in policy.weights().items())
     return policy
 
 
-@pytest.fixture(scope="module", params=["fp8", "bf16"])
+def make_policy(precision):
+    sizes = dict(hidden_size=256, intermediate_size=384, head_dim=64) if CUDA else {}
+    return scale_up(Transformer(tiny_config(**sizes), precision, DEVICE))
+
+
+@pytest.fixture(scope="module", params=["fp8"] if CUDA else ["fp8", "bf16"])
 def policy(request):
-    return scale_up(Transformer(tiny_config(), precision=request.param))
+    """On a GPU only `fp8` makes the promise: cuBLAS chooses how to sum by the number of rows."""
+    return make_policy(request.param)
 
 
 def some_prompts(lengths, seed=0, vocab=131):
@@ -1016,32 +1024,25 @@ def test_same_bits_whatever_slots_order_pages(policy, alone, slots, pages):
 
 def test_trainer_recomputes_the_same_bits(policy):
     result = Sampler(policy, max_slots=5).generate(PROMPTS, 2, 20, temperature=0.7, seed=3)
-    inv_temp = torch.tensor([1 / 0.7])
-    sequences = [PROMPTS[i // 2] + tokens for i, tokens in enumerate(result.tokens)]
-    flat = torch.tensor([t for s in sequences for t in s])
-    with torch.no_grad():
-        hidden = policy.forward(flat, [len(s) for s in sequences])
-    start = 0
-    for i, (sequence, logprobs) in enumerate(zip(sequences, result.logprobs)):
-        new = len(result.tokens[i])
-        at = start + len(sequence) - new  # the first generated token, predicted from the row before
-        again = token_logprobs(hidden[at - 1:at - 1 + new], policy.head, flat[at:at + new], inv_temp)
-        assert torch.equal(again.view(torch.int32), logprobs.view(torch.int32)), f"sequence {i}"
-        start += len(sequence)
+    pairs = [(PROMPTS[i // 2], tokens) for i, tokens in enumerate(result.tokens)]
+    for order in (pairs, pairs[::-1]):
+        with torch.no_grad():
+            scores = train.score(policy, order, torch.tensor([1 / 0.7], device=DEVICE))
+        expected = [result.logprobs[pairs.index(pair)] for pair in order]
+        same(scores, torch.cat(expected))
 
 
 def test_pages_are_the_same_from_prefill_and_decode(policy):
-    prompt = some_prompts([70])[0]
-    sampler = Sampler(policy, max_slots=1)
+    prompt, sampler = some_prompts([70])[0], Sampler(policy, max_slots=1)
     tokens = prompt + sampler.generate([prompt], 1, 80, seed=1, stop=[]).tokens[0]
-    fed = len(tokens) - 1                                       # the last token is never fed
-    pages = list(range(1, rollout.pages_for(fed) + 1))          # the pool hands out the lowest numbers first
-    other = PagePool(policy.config, sampler.pool.capacity + 1, policy.dtype, "cpu")
-    slots = torch.arange(PAGE, PAGE + fed)
-    policy.prefill(torch.tensor(tokens[:fed]), [fed], other.k_pages, other.v_pages, slots)
+    fed = len(tokens) - 1  # the last token is never fed
+    pages = list(range(1, rollout.pages_for(fed) + 1))  # the pool hands out the lowest numbers first
+    other = PagePool(policy.config, sampler.pool.capacity + 1, policy.dtype, DEVICE)
+    slots = torch.arange(PAGE, PAGE + fed, device=DEVICE)
+    policy.prefill(torch.tensor(tokens[:fed], device=DEVICE), [fed], other.k_pages, other.v_pages, slots)
     for mine, theirs in zip(sampler.pool.k_pages + sampler.pool.v_pages, other.k_pages + other.v_pages):
         flatten = lambda x: x[pages].transpose(1, 2).flatten(0, 1)[:fed]
-        assert torch.equal(flatten(mine).view(torch.int16), flatten(theirs).view(torch.int16))
+        same(flatten(mine), flatten(theirs))
 
 
 # ============================================================================================================
@@ -1056,7 +1057,7 @@ DROP = object()
 def config_of(tmp_path, **changes):
     raw = {k: v for k, v in {"model_type": "qwen3", **SIZES, **changes}.items() if v is not DROP}
     write_json(tmp_path / "config.json", raw)
-    return model.Config.from_folder(tmp_path)
+    return Config.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize("changes, theta, scaling", [
@@ -1075,7 +1076,7 @@ def test_config_accepts(tmp_path, changes, theta, scaling):
     config = config_of(tmp_path, **changes)
     assert config.rope_theta == theta and config.rope_scaling == scaling
     write_json(tmp_path / "config.json", config.to_dict())
-    assert model.Config.from_folder(tmp_path) == config
+    assert Config.from_folder(tmp_path) == config
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -1116,6 +1117,7 @@ def test_config_refuses(tmp_path, changes, words):
     assert words in message and "config.json" in message and message.count("\n") < 2
 
 
+@cpu_only
 def test_config_fuzz(tmp_path):
     """Any value in any field: a config or a ValueError that names the file, never another exception."""
     rng = random.Random(0)
@@ -1160,10 +1162,10 @@ def test_config_and_frequencies_equal_transformers(tmp_path, kind, scaling):
     assert theirs.eos_token_id == [3, 4] and theirs.num_key_value_heads == 2
     assert torch.equal(LlamaRotaryEmbedding(theirs).inv_freq, ours.inv_freq())
     theirs.save_pretrained(tmp_path)
-    assert model.Config.from_folder(tmp_path) == ours
+    assert Config.from_folder(tmp_path) == ours
 
 
-def random_weights(config, dtype=torch.bfloat16, seed=0):
+def random_weights(config, dtype=BF16, seed=0):
     """{Hugging Face name: tensor} for a config."""
     torch.manual_seed(seed)
     return {name: torch.randn(shape).to(dtype)
@@ -1203,7 +1205,7 @@ def test_weights_round_trip(tmp_path, kind, tied, dtype, sharded):
     assert all(torch.equal(written[name], theirs[name].bfloat16()) for name in theirs)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors"]
-    assert model.Config.from_folder(tmp_path / "out") == config
+    assert Config.from_folder(tmp_path / "out") == config
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -1248,6 +1250,7 @@ def test_weight_faults(tmp_path, words):
     assert words in message and str(tmp_path) in message and message.count("\n") < 2
 
 
+@cpu_only
 def test_header_mutations(tmp_path):
     """Random changes of a safetensors header: refused with the file named, or read; nothing else."""
     config = config_of(tmp_path, num_hidden_layers=1)
@@ -1280,7 +1283,7 @@ def test_write_refuses_a_wrong_set_and_leaves_nothing(tmp_path):
 
 def test_folder_from_name(tmp_path, monkeypatch):
     assert model.folder_from_name(str(tmp_path)) == str(tmp_path)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)           # as if it were not installed
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
     with pytest.raises(FileNotFoundError, match="hf download Some/Model --local-dir Model"):
         model.folder_from_name("Some/Model")
     with pytest.raises(FileNotFoundError, match="no folder"):
@@ -1362,14 +1365,14 @@ def assert_equal_ids(ours, theirs, strings):
 @pytest.mark.parametrize("split", ["qwen", "llama", "gpt2", "digits", "none"])
 def test_tokenizer_equals_tokenizers(tmp_path, split, monkeypatch):
     theirs = trained_tokenizer(tmp_path, split, normalizer=split in "qwen gpt2", strings=split == "llama")
-    monkeypatch.setattr(socket, "socket", None)                         # nothing goes online
-    ours = model.Tokenizer.from_pretrained(tmp_path)
+    monkeypatch.setattr(socket, "socket", None)  # nothing goes online
+    ours = Tokenizer.from_pretrained(tmp_path)
     assert ours.eos_ids == [theirs.token_to_id("<|im_end|>")] and ours.vocab_size == theirs.get_vocab_size()
     assert_equal_ids(ours, theirs, [*STRINGS, *CORPUS, *random_strings(1500)])
     for text in [*STRINGS, *random_strings(300, seed=1)]:
         assert ours.decode(ours.encode(text)) == (unicodedata.normalize("NFC", text) if ours._nfc else text)
     ours.save(tmp_path / "out")
-    assert model.Tokenizer.from_pretrained(tmp_path / "out").encode(CORPUS[0]) == ours.encode(CORPUS[0])
+    assert Tokenizer.from_pretrained(tmp_path / "out").encode(CORPUS[0]) == ours.encode(CORPUS[0])
 
 
 def test_ids_need_not_follow_the_merges(tmp_path):
@@ -1385,14 +1388,14 @@ def test_ids_need_not_follow_the_merges(tmp_path):
     write_json(tmp_path / "tokenizer.json", raw)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     strings = [*STRINGS, *CORPUS, *random_strings(400)]
-    assert_equal_ids(model.Tokenizer.from_pretrained(tmp_path), theirs, strings)
+    assert_equal_ids(Tokenizer.from_pretrained(tmp_path), theirs, strings)
     order = ["".join(pair) for pair in raw["model"]["merges"]]
-    order = order[:150] + order[:149:-1]                # now some halves come after what they make
+    order = order[:150] + order[:149:-1]  # now some halves come after what they make
     raw["model"]["merges"] = [(t[:i], t[i:]) for t in order for i in range(1, len(t))
                               if t[:i] in vocab and t[i:] in vocab and t not in added]
     write_json(tmp_path / "tokenizer.json", raw)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert_equal_ids(model.Tokenizer.from_pretrained(tmp_path), theirs, strings)
+    assert_equal_ids(Tokenizer.from_pretrained(tmp_path), theirs, strings)
 
 
 @pytest.mark.parametrize("path, value, words", [
@@ -1423,7 +1426,7 @@ def test_tokenizer_refuses(tmp_path, path, value, words):
     write_json(tmp_path / "tokenizer.json", raw)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match=words) as error:
-        model.Tokenizer.from_pretrained(tmp_path)
+        Tokenizer.from_pretrained(tmp_path)
     assert "tokenizer.json" in str(error.value)
 
 
@@ -1435,7 +1438,7 @@ def test_merges_that_tiktoken_cannot_represent():
     with pytest.raises(ValueError, match="'abc'"):
         model._read_merges(unreachable, "tokenizer.json")
     repeated = {"vocab": base | {"aa": 256, "aaa": 257}, "merges": [["a", "a"], ["a", "aa"]]}
-    with pytest.raises(ValueError, match="'aaa'"):          # it is aa|a: the left of two equal merges wins
+    with pytest.raises(ValueError, match="'aaa'"):  # it is aa|a: the left of two equal merges wins
         model._read_merges(repeated, "tokenizer.json")
 
 
@@ -1507,7 +1510,7 @@ def test_chat_equals_transformers(tmp_path, place, template, thinking):
         named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
         settings["chat_template"] = template if place == "config" else named
     write_json(tmp_path / "tokenizer_config.json", settings)
-    ours = model.Tokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer.from_pretrained(tmp_path)
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     extra = {} if thinking is None else {"enable_thinking": thinking}
@@ -1524,10 +1527,10 @@ def test_chat_equals_transformers(tmp_path, place, template, thinking):
     ("{{ nothing.x }}", "failed"), ("{{ messages[0].content + 1 }}", "failed"),
 ])
 def test_chat_template_faults(template, words):
-    files = model.Tokenizer.bytes().files
+    files = Tokenizer.bytes().files
     files["tokenizer_config.json"]["chat_template"] = template
     with pytest.raises(ValueError, match=words):
-        model.Tokenizer(files, [256]).chat(CHATS[0])
+        Tokenizer(files, [256]).chat(CHATS[0])
 
 
 # ============================================================================================================
@@ -1536,7 +1539,7 @@ def test_chat_template_faults(template, words):
 
 # (completion, gold, reward)
 ANSWERS = [
-    # where the answer is
+  # where the answer is
     ("7 * 6 = 42\n#### 42", "42", 1), ("Hence \\boxed{42}.", "42", 1), ("#### 42\r\nDone.", "42", 1),
     ("the answer is 42", "42", 0), ("1 2 3 4 5 6", "6", 0), ("", "42", 0), (" #### 42", "42", 0),
     ("x #### 42", "42", 0), ("####42", "42", 1), ("#### 41\n#### 42\nok", "42", 1),
@@ -1548,13 +1551,13 @@ ANSWERS = [
     ("\\boxed{42} and \\boxed{}", "42", 0), ("\\fbox{42}", "42", 1), ("\\boxed {42}", "42", 1),
     ("\\boxed{\\boxed{42}}", "42", 1), ("\\boxed{1 \\boxed{42}", "42", 1), ("} { \\boxed{42} {", "42", 1),
     ("\\boxed{\\{1\\}}", "\\{1\\}", 1), ("\\\\boxed{42}", "42", 1), ("$$\\boxed{42}$$", "42", 1),
-    # think blocks
+  # think blocks
     ("<think>\\boxed{41}</think>\\boxed{42}", "42", 1), ("<think>\\boxed{42}</think> 42", "42", 0),
     ("<think>\\boxed{42}", "42", 0), ("\\boxed{42}<think>hm", "42", 0), ("hm \\boxed{42}</think>", "42", 0),
     ("hm</think>\n#### 42", "42", 1), ("<think>#### 41\n</think>\n#### 42", "42", 1),
     ("\\boxed{42}<think>\\boxed{41}</think>", "42", 1), ("<think><think></think>\\boxed{42}", "42", 1),
     ("\\boxed{42}<think></think> hm</think>", "42", 0),
-    # numbers
+  # numbers
     ("\\boxed{1,234}", "1234", 1), ("\\boxed{1234}", "1,234", 1), ("\\boxed{12,34}", "1234", 0),
     ("\\boxed{1,234,56}", "123456", 0), ("\\boxed{0,123}", "123", 0),
     ("\\boxed{1\\,234{,}567}", "1234567", 1), ("\\boxed{1,\\!234}", "1234", 1), ("\\boxed{1 234}", "1234", 0),
@@ -1567,7 +1570,7 @@ ANSWERS = [
     ("\\boxed{nan}", "0", 0), ("\\boxed{4e1}", "40", 0), ("\\boxed{0x2a}", "42", 0),
     ("\\boxed{False}", "0", 0), ("\\boxed{two}", "2", 0), ("\\boxed{4_2}", "42", 0),
     ("\\boxed{18446744073709551617}", "18446744073709551616", 0), ("\\boxed{10^{10^{10}}}", "10", 0),
-    # money, units, marks
+  # money, units, marks
     ("#### $42", "42", 1), ("#### -$42", "-42", 1), ("#### $-42", "-42", 1), ("\\boxed{\\$42.00}", "42", 1),
     ("\\boxed{42 €}", "42", 1), ("#### **42**", "42", 1), ("#### $42$.", "42", 1),
     ("\\boxed{\\(42\\)}", "42", 1), ("\\boxed{42\\%}", "42", 1), ("\\boxed{4200\\%}", "42", 0),
@@ -1579,7 +1582,7 @@ ANSWERS = [
     ("#### 42 thousand", "42", 0), ("\\boxed{41 \\text{ or } 42}", "42", 0), ("\\boxed{42 or more}", "42", 0),
     ("\\boxed{41, 42}", "42", 0), ("#### 42 and a half", "42", 0), ("#### 40 + 2", "42", 0),
     ("\\boxed{40+2}", "42", 0),
-    # fractions
+  # fractions
     ("\\boxed{\\frac{3}{4}}", "0.75", 1), ("\\boxed{0.75}", "\\frac34", 1),
     ("\\boxed{6/8}", "\\tfrac{3}{4}", 1), ("\\boxed{\\dfrac 3 4}", "3/4", 1),
     ("\\boxed{-\\frac{3}{4}}", "-0.75", 1), ("\\boxed{\\frac{-3}{4}}", "-3/4", 1),
@@ -1589,13 +1592,13 @@ ANSWERS = [
     ("\\boxed{3/0}", "0", 0), ("\\boxed{\\frac{0}{0}}", "0", 0), ("\\boxed{1/2/2}", "1/4", 0),
     ("\\boxed{\\frac{1,000}{4}}", "250", 1), ("\\boxed{\\frac{1}{3^{99}}}", "\\frac{1}{3^{98}}", 0),
     ("\\boxed{0}", "\\frac{1}{3^{99}}", 0),
-    # text
+  # text
     ("\\boxed{\\text{Ada}}", "Ada", 1), ("#### Ada", "\\text{Ada}", 1), ("\\boxed{Ada}", "Adam", 0),
     ("\\boxed{y^{3} - 1}", "y^3-1", 1), ("\\boxed{y^{31}}", "y^31", 0), ("\\boxed{\\sqrt{3}}", "\\sqrt3", 1),
     ("\\boxed{\\left[0, \\dfrac12\\right)}", "[0,\\frac{1}{2})", 1), ("\\boxed{(1,2)}", "(1,3)", 0),
     ("\\boxed{\\frac{1}{x}0}", "\\frac{1}{x0}", 0), ("\\boxed{ }", "", 0), ("#### ", "", 0),
     ("\\boxed{__import__('os').abort()}", "42", 0),
-    # beyond MAX_DIGITS the digits are compared; leading and trailing zeros still do not count
+  # beyond MAX_DIGITS the digits are compared; leading and trailing zeros still do not count
     ("\\boxed{" + "7" * 9000 + "}", "7" * 9000, 1), ("#### -" + "7" * 9000 + ".000 km", "-0" + "7" * 9000, 1),
     ("#### " + "7" * 9000, "7" * 8999 + "8", 0), ("#### " + "7" * 9000, "-" + "7" * 9000, 0),
     ("#### " + "0" * 9000 + "5", "5", 1), ("\\boxed{" + "\\frac{" * 5000 + "1" + "}{1}" * 5000 + "}", "1", 0),
@@ -1615,6 +1618,7 @@ HOSTILE = [
 ]
 
 
+@cpu_only
 def test_reward_time_is_linear():
     """Eight times the length of any hostile string takes about 8 times as long; quadratic code takes 64."""
     for unit in HOSTILE:
@@ -1674,7 +1678,7 @@ def test_generated_tasks(name, options):
 def test_first_examples_do_not_change(monkeypatch):
     """Seeds are part of every published number: these are fixed for good, on any machine."""
     assert grpo.Countdown(heldout=1).train(0).solution == "89-62=27\n44+27=71\n#### 44+(89-62)"
-    assert grpo.Sum(heldout=1).train(0).prompt == "53+71+98+59=\n"
+    assert grpo.Sum(heldout=1).train(0).prompt == "53+71+98+59="
     monkeypatch.setattr(grpo.Sum, "HASTY", 0.0)
     assert grpo.Sum(heldout=1).train(0).solution == "53+71=124\n124+98=222\n222+59=281\n#### 281"
 
@@ -1764,27 +1768,23 @@ def test_jsonl_task(tmp_path):
 
 def test_advantages():
     got = grpo.advantages([1, 0, 0, 0, 1, 1, 0, 0], 4)
-    assert got.dtype == torch.float32
-    assert got.tolist() == [0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5]
+    assert got.dtype == FP32 and got.tolist() == [0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5]
     for value in (0.1, 1 / 3, 1e-30, 1e30, -7.7):  # exactly zero, with the division too
         for normalize_std in (False, True):
             assert not grpo.advantages(torch.full((21,), value), 7, normalize_std).any()
     scaled = grpo.advantages([1, 0, 0, 0], 4, normalize_std=True)
     assert torch.allclose(scaled, torch.tensor([1.5, -0.5, -0.5, -0.5]), atol=1e-4)
     assert grpo.advantages([], 4).shape == (0,)
-
-
-def test_advantages_of_failed_scores():
-    assert torch.equal(grpo.advantages([1, math.nan, 0, math.inf], 4), grpo.advantages([1, 0, 0, 0], 4))
-    with pytest.raises(ValueError, match="group_size=1"):
-        grpo.advantages([1, 0], 1)
-    for bad in ([1, 0, 0], [[1, 0], [0, 0]]):
-        with pytest.raises(ValueError, match="groups of 2"):
-            grpo.advantages(bad, 2)
+    failed = grpo.advantages([1, math.nan, 0, math.inf], 4)  # a score that failed counts as 0
+    assert torch.equal(failed, grpo.advantages([1, 0, 0, 0], 4))
+    for rewards, size, words in (([1, 0], 1, "group_size=1"), ([1, 0, 0], 2, "groups of 2"),
+                                 ([[1, 0], [0, 0]], 2, "groups of 2")):
+        with pytest.raises(ValueError, match=words):
+            grpo.advantages(rewards, size)
 
 
 def leaf(*values):
-    return torch.tensor(values, dtype=torch.float32, requires_grad=True)
+    return torch.tensor(values, dtype=FP32, requires_grad=True)
 
 
 def test_policy_loss_by_hand():
@@ -1832,43 +1832,37 @@ def test_policy_loss_stays_finite():
         grpo.policy_loss(leaf(0, 0), torch.zeros(2), torch.zeros(2, 1), 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_kl(dtype):
     for gap in (0.0, 1e-3, 1.0, 10.0, 50.0, 100.0, -1.0, -100.0, 1e30, -1e30):
-        logp = torch.zeros(1, dtype=dtype, requires_grad=True)
-        ref = torch.full((1,), gap, dtype=dtype)
-        value = grpo.k3(logp, ref)
+        logp, ref = torch.zeros(1, dtype=dtype, requires_grad=True), torch.full((1,), gap, dtype=dtype)
+        value, d = grpo.k3(logp, ref), ref.double().item()
         value.sum().backward()
-        d = ref.double().item()
-        assert value.dtype == torch.float32 and value.isfinite() and logp.grad.isfinite() and value >= 0
+        assert value.dtype == FP32 and value.isfinite() and logp.grad.isfinite() and value >= 0
         if d <= 10:  # the estimate as it is written; bounded beyond 20 only
             assert value.item() == pytest.approx(math.expm1(d) - d, rel=1e-3 if abs(d) < 0.1 else 1e-5)
             assert logp.grad.item() == pytest.approx(-math.expm1(d), rel=1e-2)  # pulls towards the reference
-    assert grpo.k3(torch.randn(10_000) * 1e-7, torch.randn(10_000) * 1e-7).min() >= 0
     zeros = torch.zeros(2)
     loss, sums = grpo.policy_loss(leaf(0, 0), zeros, zeros, 2, ref_logp=torch.ones(2), kl_coef=0.5)
-    assert loss.item() == pytest.approx(0.5 * (math.e - 2))
-    assert sums["kl"].item() == pytest.approx(2 * (math.e - 2))
+    assert [loss.item(), sums["kl"].item()] == pytest.approx([0.5 * (math.e - 2), 2 * (math.e - 2)])
 
 
 def test_mismatch():
     sampler = -torch.rand(1000)
-    same = grpo.mismatch(sampler, sampler.clone())
-    assert all(value.shape == () and value == 0 for value in same.values())
-    assert grpo.first_difference(sampler, sampler.clone()) is None
+    for same_tokens in (sampler, sampler[:0]):
+        assert all(x.shape == () and x == 0 for x in grpo.mismatch(same_tokens, same_tokens.clone()).values())
     trainer = sampler.clone()
     trainer[123] += 0.5
     trainer[900] = torch.nextafter(trainer[900], torch.tensor(1.0))
-    got = grpo.mismatch(sampler, trainer)
     d = (trainer - sampler).double()
-    assert got["differing_tokens"] == 2 and got["differing"].item() == pytest.approx(2e-3)
-    assert got["max_dlogp"].item() == pytest.approx(0.5)
-    assert got["mean_dlogp"].item() == pytest.approx(d.abs().mean().item())
-    assert got["k3"].item() == pytest.approx((d.expm1() - d).mean().item(), rel=1e-4)
+    expected = {"differing_tokens": 2, "differing": 2e-3, "max_dlogp": 0.5,
+                "mean_dlogp": d.abs().mean().item(), "k3": (d.expm1() - d).mean().item()}
+    got = {name: value.item() for name, value in grpo.mismatch(sampler, trainer).items()}
+    assert got == pytest.approx(expected, rel=1e-4)
+    assert grpo.first_difference(sampler, sampler.clone()) is None
     assert grpo.first_difference(sampler, trainer) == 123
     signs = torch.tensor([math.nan, 0.0]), torch.tensor([math.nan, -0.0])
     assert grpo.first_difference(*signs) == 1  # bits, not values
-    assert all(value == 0 for value in grpo.mismatch(torch.zeros(0), torch.zeros(0)).values())
 
 
 # ============================================================================================================
@@ -1886,8 +1880,8 @@ def test_group_shares_its_prompt(policy):
     prompt = some_prompts([140])[0]
     sampler = Sampler(policy, max_slots=4)
     result = sampler.generate([prompt] * 2, 4, 12, seed=2, stop=[])
-    assert result.prefill_tokens == 2 * 139                     # once per group, not per sample
-    assert len({tuple(t) for t in result.tokens}) == 8          # the samples differ
+    assert result.prefill_tokens == 2 * 139  # once per group, not per sample
+    assert len({tuple(t) for t in result.tokens}) == 8  # the samples differ
     alone = [Sampler(policy).generate([prompt], 1, 12, seed=2, stop=[], keys=[k]) for k in range(8)]
     single = [drawn(result)[0] for result in alone]
     assert drawn(result) == single
@@ -1903,17 +1897,18 @@ def test_stop_rules(policy):
     sampler = Sampler(policy)
     eos_first = sampler.generate(prompts[:1], 1, 12, temperature=0, stop=[first])
     assert (eos_first.tokens, eos_first.finish) == ([[first]], ["stop"]) and len(eos_first.logprobs[0]) == 1
-    limit = free.tokens[1].index(last) + 1                      # the stop id is the last token allowed
+    limit = free.tokens[1].index(last) + 1  # the stop id is the last token allowed
     at_limit = sampler.generate(prompts[1:], 1, limit, temperature=0, stop=[last])
     assert (at_limit.tokens, at_limit.finish) == ([free.tokens[1][:limit]], ["stop"])
     one = sampler.generate(prompts, 1, 1, temperature=0, stop=[])
     assert one.tokens == [t[:1] for t in free.tokens] and one.finish == ["length"] * 2
-    for stop in set(free.tokens[0]):                            # each id of several
+    for stop in set(free.tokens[0]):  # each id of several
         got = sampler.generate(prompts[:1], 1, 12, temperature=0, stop=[stop, 130])
         assert got.tokens[0] == free.tokens[0][:free.tokens[0].index(stop) + 1] and got.finish == ["stop"]
         assert torch.equal(got.logprobs[0], free.logprobs[0][:len(got.tokens[0])])
 
 
+@cpu_only
 def test_seeds_and_keys(tiny):
     prompts, sampler = some_prompts([5, 5]), Sampler(tiny)
     a = sampler.generate(prompts, 3, 16, seed=1)
@@ -1936,9 +1931,10 @@ def test_greedy_and_tiny_temperature(tiny):
     with torch.no_grad():
         logprobs = tiny.logits(tiny.forward(ids, [len(ids)])).log_softmax(-1)[7:-1]
     assert greedy.tokens[1] == logprobs.argmax(-1).tolist()
-    assert torch.allclose(greedy.logprobs[1], logprobs.amax(-1), atol=1e-5)       # at temperature 1
+    assert torch.allclose(greedy.logprobs[1], logprobs.amax(-1), atol=1e-5)  # at temperature 1
 
 
+@cpu_only
 @pytest.mark.parametrize("growth", [0, 2])
 def test_soak_in_a_pool_that_is_too_small(tiny, monkeypatch, growth):
     monkeypatch.setattr(rollout, "GROWTH_PAGES", growth)
@@ -1954,6 +1950,7 @@ def test_soak_in_a_pool_that_is_too_small(tiny, monkeypatch, growth):
     assert growth or result.preemptions > 3
 
 
+@cpu_only
 def test_smallest_pool_that_is_accepted(tiny):
     """n samples of one page each in a pool of two: the shared page must never block the samples."""
     for length, limit in [(1, 64), (64, 1), (64, 65), (65, 3)]:
@@ -1977,23 +1974,26 @@ def test_schedule_does_not_matter(tiny, monkeypatch, name, value):
 def test_new_weights_take_effect(policy):
     sampler = Sampler(policy)
     before = drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1))
-    old = {name: weight.full().clone() for name, weight in policy.weights().items()}
+    old = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     try:
-        generator = torch.Generator().manual_seed(1)
-        policy.load((name, w + 0.05 * torch.randn(w.shape, generator=generator)) for name, w in old.items())
+        torch.manual_seed(1)
+        weights = policy.weights().items()
+        policy.load((name, w.full().cpu() * (1 + 0.3 * torch.randn(w.shape))) for name, w in weights)
         after = drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1))
         assert after != before and after == drawn(Sampler(policy).generate(PROMPTS[:3], 2, 12, seed=1))
     finally:
-        policy.load(old.items())
+        for name, buffer in policy.named_buffers():
+            buffer.copy_(old[name])
     assert drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1)) == before
     sampler.release()
     assert sampler.pool is None and drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1)) == before
 
 
+@cpu_only
 def test_requests_of_any_size_one_after_the_other(tiny):
     """The pool grows for a larger request and stays for a smaller one."""
     sampler = Sampler(tiny)
-    for lengths, n, limit in [([3], 1, 2), ([100] * 9, 3, 50), ([5], 2, 10), ([300], 1, 212), ([2] * 90, 1, 3)]:
+    for lengths, n, limit in [([3], 1, 2), ([100] * 9, 3, 50), ([5], 2, 10), ([300], 1, 212), ([2], 1, 3)]:
         prompts = some_prompts(lengths)
         once = Sampler(tiny).generate(prompts, n, limit, seed=1)
         assert drawn(sampler.generate(prompts, n, limit, seed=1)) == drawn(once)
@@ -2024,7 +2024,7 @@ def test_bad_requests_are_refused(tiny, change, words):
     sampler = Sampler(tiny)
     with pytest.raises(ValueError, match=words):
         sampler.generate(**request)
-    assert sampler.pool is None                                 # nothing was allocated
+    assert sampler.pool is None  # nothing was allocated
 
 
 def test_bad_weights_are_named(tiny):
@@ -2034,14 +2034,14 @@ def test_bad_weights_are_named(tiny):
     with pytest.raises(FloatingPointError, match="completion .*generated token 0 is nan"):
         sampler.generate([[1, 2]], 2, 4)
     bad.norm.write(torch.ones(16))
-    assert len(sampler.generate([[1, 2]], 2, 4, stop=[]).tokens[1]) == 4      # the next call starts clean
+    assert len(sampler.generate([[1, 2]], 2, 4, stop=[]).tokens[1]) == 4  # the next call starts clean
 
 
 def test_statistics_and_progress(tiny, capsys, monkeypatch):
     result = Sampler(tiny, max_slots=4, verbose=True).generate([[1, 2, 3]] * 4, 1, [8, 16, 24, 32], stop=[])
     assert result.n_tokens == 80 and result.steps == 32 and result.occupancy == 80 / (32 * 4)
     assert result.prefill_tokens == 8 and result.preemptions == 0 and result.tok_per_s > 0
-    assert capsys.readouterr().out == ""                        # a file gets a line every 10 s
+    assert capsys.readouterr().out == ""  # a file gets a line every 10 s
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     Sampler(tiny, verbose=True).generate([[1, 2, 3]], 1, 8, stop=[])
     out = capsys.readouterr().out
@@ -2071,15 +2071,10 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         command("--temperature=-1", "--debug")
 
 
-def gpu_policy(precision):
-    config = tiny_config(hidden_size=256, intermediate_size=384, head_dim=64)
-    return scale_up(Transformer(config, precision, "cuda"))
-
-
 @needs_gpu
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_graphs_give_the_bits_of_eager_steps(precision, monkeypatch):
-    policy = gpu_policy(precision)
+    policy = make_policy(precision)
     prompts = some_prompts([1, 2, 63, 64, 65, 66, 130, 5] * 3)
     graphs = Sampler(policy)
     expected = drawn(graphs.generate(prompts, 2, 60, seed=1))
@@ -2096,7 +2091,7 @@ def test_graphs_give_the_bits_of_eager_steps(precision, monkeypatch):
 
 @needs_gpu
 def test_graphs_read_new_weights_and_release_returns_memory():
-    policy = gpu_policy("fp8")
+    policy = make_policy("fp8")
     sampler, prompts = Sampler(policy), some_prompts([5, 70, 130])
     before = drawn(sampler.generate(prompts, 4, 40, seed=1))
     policy.load((name, w.full() * 1.1) for name, w in list(policy.weights().items()))
@@ -2200,6 +2195,7 @@ def test_resume_is_exact(tmp_path, paid):
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
 
 
+@cpu_only
 def test_killed_runs_go_on(tmp_path, paid):
     """SIGKILL at random moments, saving included; started again, it ends with an uninterrupted run's bits."""
     flags, killed = ["--steps=8", "--save-every=1", "--resume"], tmp_path / "killed"
@@ -2281,9 +2277,10 @@ def test_bad_flags_are_refused(tmp_path, flags, words):
 
 
 def test_flags_of_the_loss(tmp_path, paid):
-    flags = "--precision=fp8-rollout", "--tis=2", "--kl=0.1", "--normalize-std", "--drop-truncated"
-    steps = run(tmp_path / "a", *flags)
-    assert steps[1]["kl"] > 0
+    flags = "--precision=fp8-rollout", "--tis=2", "--kl=0.1", "--normalize-std", "--updates=3"
+    assert run(tmp_path / "a", *flags)[1]["kl"] > 0
+    none = run(tmp_path / "none", *flags[2:], "--drop-truncated", "--max-new-tokens=1")[1]
+    assert none["truncated"] == 1 and none["kl"] == none["loss"] == none["grad_norm"] == 0
     plain, recomputed = (run(tmp_path / flag, flag, "--kl=0.1") for flag in ("--no-recompute", "--recompute"))
     assert plain == recomputed and plain[1]["kl"] > 0
 
@@ -2339,15 +2336,15 @@ def test_one_update_raises_its_own_objective(tmp_path, paid):
     assert objective() > before + 0.1
 
 
+@cpu_only
 def test_fp8_learns_like_bf16(tmp_path):
-    """The same 60 supervised steps: the losses stay within 3 % of each other, and fall."""
+    """The same 60 supervised steps: the losses stay within 10 % of each other on the way, 3 % at the end."""
     curves = {}
     for precision in ("bf16", "fp8"):
         run(tmp_path / precision, f"--precision={precision}", "--sft-steps=60", "--sft-lr=3e-3", "--steps=0")
         curves[precision] = [r["loss"] for r in read_log(tmp_path / precision) if r["kind"] == "supervised"]
-    print(curves)
-    assert curves["bf16"][-1] < 0.6 * curves["bf16"][0]
-    assert all(abs(a - b) < 0.03 * b for a, b in zip(curves["fp8"], curves["bf16"]))
+    gaps = [abs(a / b - 1) for a, b in zip(*curves.values())]
+    assert curves["bf16"][-1] < 0.3 * curves["bf16"][0] and max(gaps) < 0.1 and gaps[-1] < 0.03, curves
 
 
 @pytest.mark.parametrize("kind, tied", [("qwen2", True), ("qwen2", False), ("qwen3", True), ("qwen3", False),
@@ -2416,11 +2413,10 @@ def test_readme_command(tmp_path, monkeypatch, capsys, program, arguments):
     Transformer(tiny_config(vocab_size=260, eos_token_id=[256])).save_pretrained("model")
     tokenizer.save("model")
     write(Path("rows.jsonl"), *(f'{{"question": "{i} + 1?", "answer": "#### {i + 1}"}}' for i in range(30)))
-    given = lambda name: [f"--{name}" for _ in [0] if f"--{name}" in flags]
     if program == "train":
         small = [a for a in TINY if not (a.startswith("--difficulty") and "--task=jsonl" in arguments)]
-        small += ["--model=model", "--max-new-tokens=60"] * bool(given("model"))
-        small += ["--data=rows.jsonl,rows.jsonl"] * bool(given("data")) + ["--out=run"]
+        small += ["--model=model"] * ("--model" in flags) + ["--data=rows.jsonl"] * ("--data" in flags)
+        small += ["--out=run"]
         assert call(program, arguments + small, monkeypatch) in (None, 0)
         assert sum(r["kind"] == "step" for r in read_log("run")) == 2
     elif program == "rollout":
@@ -2431,6 +2427,9 @@ def test_readme_command(tmp_path, monkeypatch, capsys, program, arguments):
         run("run")
         assert call(program, ["plot", "run", "--out=picture.png"], monkeypatch) in (None, 0)
         assert Path("picture.png").stat().st_size > 10_000
+    elif program == "bench" and CUDA:
+        pytest.skip("on a GPU even --quick measures for minutes")
     elif program == "bench":
+        monkeypatch.setattr("bench.EXACT_QUICK", [(1, 3, 5, 20), (7, 3, 12, 70)])
         sections = [a for a in arguments if not a.startswith("-")]
         assert call(program, [*sections, "--quick", "--out=rows.json"], monkeypatch) in (None, 0)

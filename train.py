@@ -247,8 +247,8 @@ class Run:
     # ---- problems and sequences
 
     def encode_prompt(self, example):
-        """Ids of a problem: through the checkpoint's chat template if it has one, else as plain text."""
-        if self.cfg.model and self.tokenizer.template is not None:
+        """Ids of a problem: through the chat template if there is one (a base model has none), else as plain text."""
+        if self.tokenizer.template is not None:
             return self.tokenizer.chat([{"role": "user", "content": example.prompt}])
         return self.tokenizer.encode(example.prompt, parse_special=False)
 
@@ -618,7 +618,8 @@ def record(run, rollout, rewards, batches, means, results, clock):
     return {"kind": "step", "step": run.step, "reward": rewards.mean().item(), "solved": (best > 0).float().mean().item(),
             "equal_groups": (best == worst).float().mean().item(), "length": sum(lengths) / len(lengths),
             "length_max": max(lengths), "truncated": rollout.finish.count("length") / len(lengths),
-            "loss": 0.0, "entropy": 0.0,                      # of no tokens, if all were dropped
+            # Means over no tokens, if all completions were dropped: every line has the same keys.
+            **dict.fromkeys(["clipped_low", "clipped_high", "ratio", "entropy", "loss"] + ["kl"] * bool(cfg.kl), 0.0),
             **{name: float(value) for name, value in means.items()},
             "grad_norm": results[-1][0].item(), "skipped": run.skipped, "tokens": sum(lengths),
             "lr": run.learning_rate(run.step, cfg.lr, cfg.steps),
