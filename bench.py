@@ -3,15 +3,17 @@ Everything that is claimed in numbers: exactness first, then the speed of each k
 
     python bench.py exact                       # sampler and trainer, bit by bit; exits with 1 if fp8 differs
     python bench.py gemm quant attention head   # kernels, random data, medians
-    python bench.py plot runs/a runs/b          # curves of train.py runs -> assets/runs.png (needs matplotlib)
+    python bench.py plot runs/a runs/b          # curves of training -> assets/runs.png (needs matplotlib)
 
-Each section prints a table; the last line on stdout is one JSON object, whose rows are merged into --out (default
-assets/bench_h200.json, on an H200 alone). --quick runs fewer sizes and merges only where --out names a file.
+Each section prints a table; the last line on stdout is one JSON object, whose rows are merged into --out
+(default assets/bench_h200.json, on an H200 alone). --quick runs fewer sizes and merges only where --out names
+a file.
 
-How to read a row: `us` is the median of one call, and `spread` the distance from the 10th to the 90th percentile
-as a share of it. `of_limit` is the share of what the hardware allows: the larger of the time for the operations
-(dense tensor peak) and for the bytes that have to move (copy rate, measured in the same run). `x_name` is the time
-of that library over ours: above 1, ours is faster. Inputs rotate over more memory than the L2 cache holds.
+How to read a row: `us` is the median of one call, and `spread` the distance from the 10th to the 90th
+percentile as a share of it. `of_limit` is the share of what the hardware allows: the larger of the time for
+the operations (dense tensor peak) and for the bytes that have to move (copy rate, measured in the same run).
+`x_name` is the time of that library over ours: above 1, ours is faster. Inputs rotate over more memory than
+the L2 cache holds.
 """
 
 import argparse
@@ -45,7 +47,7 @@ COLD = 150e6                              # bytes that no L2 cache holds (50 MB 
 
 
 class Table:
-    """Rows of one section, printed and added to `rows` as they come: a run that dies keeps what it measured."""
+    """Rows of one section, printed and added to `rows` as they come: a run that dies keeps its results."""
 
     def __init__(self, section, rows, *columns, key="shape"):
         self.section, self.rows, self.columns, self.key = section, rows, columns, key
@@ -81,7 +83,8 @@ def git_commit():
 def machine():
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)"
     triton = fp8.triton.__version__ if fp8.triton else "absent"
-    return {"gpu": name, "torch": torch.__version__, "triton": triton, "command": " ".join(["python", *sys.argv])}
+    command = " ".join(["python", *sys.argv])
+    return {"gpu": name, "torch": torch.__version__, "triton": triton, "command": command}
 
 
 def read_results(path):
@@ -118,14 +121,14 @@ def merge(path, rows):
 def measure(calls, graph=True, budget_s=0.15):
     """Microseconds of one call and their spread, over repeated runs through all of `calls`.
 
-    The calls do the same work on different memory. They run back to back between two events, so that gaps of the
-    host stay out: replayed from a CUDA graph, or, where autograd cannot be captured, launched ahead while the GPU
-    sleeps.
+    The calls do the same work on different memory. They run back to back between two events, so that gaps of
+    the host stay out: replayed from a CUDA graph, or, where autograd cannot be captured, launched ahead while
+    the GPU sleeps.
     """
     torch.cuda.empty_cache()                     # the memory of earlier graphs
     calls = calls * -(-8 // len(calls))          # a short kernel alone would cost less than the events
     run = lambda: [call() for call in calls]
-    for _ in range(2):                           # the first run compiles, the second one takes the memory it needs
+    for _ in range(2):                           # the first run compiles, the second takes its memory
         run()
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -171,7 +174,8 @@ def check_close(what, got, want, tolerance):
     """A kernel is only worth timing if it computes the same thing; NaN fails too."""
     error = ((got.float() - want.float()).norm() / want.float().norm()).item()
     if not error <= tolerance:
-        raise RuntimeError(f"{what}: relative difference {error:.2e} from the reference, expected <= {tolerance:.0e}")
+        raise RuntimeError(f"{what}: relative difference {error:.2e} from the reference, "
+                           f"expected <= {tolerance:.0e}")
 
 
 @functools.cache
@@ -194,9 +198,9 @@ def randn(*shape, grad=False):
 
 # ---- exact: the sampler's log-probs and the trainer's, as 32 bits ------------------------------------------
 
-# Head sizes 64 and 128; 1, 3 and 7 query heads a group; widths that are and are not multiples of 128 (576 with a KV
-# width of 192 is SmolLM2's); head tied or not; bias (qwen2), q/k norm (qwen3), neither (llama). Products share their
-# shapes where they can: most of the time goes to compiling.
+# Head sizes 64 and 128; 1, 3 and 7 query heads a group; widths that are and are not multiples of 128 (576
+# with a KV width of 192 is SmolLM2's); head tied or not; bias (qwen2), q/k norm (qwen3), neither (llama).
+# Products share their shapes where they can: most of the time goes to compiling.
 # name: (family, hidden size, MLP width, query heads, KV heads, head size, tied)
 EXACT_MODELS = {
     "llama 576, 9/3 x 64, tied": ("llama", 576, 480, 9, 3, 64, True),
@@ -210,9 +214,9 @@ EXACT_QUICK = [(1, 3, 20, 70), (7, 12, 80, 70)]
 
 
 def exact_model(name, precision, device, seed):
-    """Weights that are not Gaussian: a quarter of the 128x128 blocks is scaled by 2^-12 .. 2^8, some are zero.
+    """Weights that are not Gaussian: a quarter of the 128x128 blocks is scaled by 2^-12 .. 2^8, some are 0.
 
-    Each band of 128 output rows is then brought to a size of its own, within 2^6: no band drowns all the others.
+    Each band of 128 output rows is then brought to a size of its own, within 2^6: no band drowns the others.
     """
     family, hidden, width, H, G, D, tied = EXACT_MODELS[name]
     config = Config(vocab_size=2000, hidden_size=hidden, intermediate_size=width, num_hidden_layers=2,
@@ -253,13 +257,13 @@ class WatchedSampler(Sampler):
 
 
 def compare_pages(model, seen, sequences):
-    """Pages that decode wrote, against what the packed pass writes for these tokens: (compared, differing)."""
+    """Pages that decode wrote, against what the packed pass writes for them: (compared, differing)."""
     compared = differing = 0
     for index, mine in seen.items():
         prompt, completion = sequences[index]
-        tokens = torch.tensor((prompt + completion)[:-1], device=mine[0].device)      # the last one is never fed
+        tokens = torch.tensor((prompt + completion)[:-1], device=mine[0].device)  # the last one is never fed
         count = -(-len(tokens) // PAGE)
-        mine = [pages[:count] for pages in mine]                                      # (count, G, PAGE, D)
+        mine = [pages[:count] for pages in mine]                                  # (count, G, PAGE, D)
         theirs = [torch.zeros_like(pages) for pages in mine]
         half, slots = len(mine) // 2, torch.arange(len(tokens), device=tokens.device)
         model.prefill(tokens, [len(tokens)], theirs[:half], theirs[half:], slots)
@@ -271,12 +275,12 @@ def compare_pages(model, seen, sequences):
 
 
 def exact_request(rng, config, completions, longest, longest_prompt):
-    """Prompts and response limits: lengths around page and tile edges, the rest spread out, in random order."""
+    """Prompts and response limits: lengths around page and tile edges, the rest spread out; shuffled."""
     lengths = [min(n, longest_prompt) for n in (longest_prompt, 1, 2, 63, 64, 65, 128, 129)]
     lengths = (lengths + [rng.randint(1, longest_prompt) for _ in range(completions)])[:completions // 3]
     rng.shuffle(lengths)
     prompts = [[rng.randrange(config.vocab_size) for _ in range(n)] for n in lengths]
-    limits = [round(16 * (longest / 16) ** rng.random()) for _ in range(completions)]     # even in the logarithm
+    limits = [round(16 * (longest / 16) ** rng.random()) for _ in range(completions)]  # even in the log
     return prompts, [longest] + limits[1:]
 
 
@@ -310,8 +314,8 @@ def exact_case(table, name, model, batch):
     table.add(f"{slots} slots", name, precision=model.precision, tokens=out.n_tokens,
               differing=int(gap["differing_tokens"]), share=float(gap["differing"]),
               pages=pages, pages_differing=bad_pages, mean_dlogp=float(gap["mean_dlogp"]),
-              max_dlogp=float(gap["max_dlogp"]), longest=max(map(len, out.tokens)), preemptions=out.preemptions,
-              seconds=time.time() - began)
+              max_dlogp=float(gap["max_dlogp"]), longest=max(map(len, out.tokens)),
+              preemptions=out.preemptions, seconds=time.time() - began)
 
 
 def exact(rows, quick):
@@ -344,10 +348,10 @@ def layer_shapes(size):
 
 
 def cublaslt(a, scale_a, b, scale_b, blocks):
-    """A call of cuBLASLt's blockwise product a b^T on our codes and scales; None where torch has no scaled_mm.
+    """A call of cuBLASLt's blockwise product a b^T on our codes and scales; None if torch has no scaled_mm.
 
-    a (M, K) has 1x128 scales, given as (K/128, M); b (N, K) has the same, or 128x128 `blocks` as (N/128, K/128),
-    which it reads in lines of a multiple of 4.
+    a (M, K) has 1x128 scales, given as (K/128, M); b (N, K) has the same, or 128x128 `blocks` as
+    (N/128, K/128), which it reads in lines of a multiple of 4.
     """
     if not hasattr(F, "scaled_mm"):
         return None
@@ -382,11 +386,11 @@ def wgrad_calls(M, N, K):
 
 
 def gemm_row(table, case, where, make, M, N, K):
-    """Time one product at one shape. Decode is bound by reading weights: enough sets of them to leave the cache."""
+    """Time one product at one shape. Decode mostly reads weights: enough sets of them to leave the cache."""
     small = case == "decode"
     sets = [make(M, N, K) for _ in range(max(2, math.ceil(COLD / (N * K))) if small else 2)]
     first = sets[0]
-    # E4M3 keeps 3 bits after the leading one: about 2.6 % on each operand, 3.7 % on a product of random values.
+    # E4M3 keeps 3 bits after the leading one: about 2.6 % on an operand, 3.7 % on a product of random values.
     check_close(f"{case} {where}", first["ours"](), first["bf16"](), 0.05)
     ours, spread = measure([s["ours"] for s in sets])
     bf16 = measure([s["bf16"] for s in sets])[0]
@@ -470,7 +474,7 @@ def quant(rows, quick):
 
 @contextlib.contextmanager
 def deterministic():
-    """torch's flash attention without atomics in its backward pass, as ours; and no filling of empty tensors."""
+    """torch's flash attention without atomics in its backward pass, as ours; no filling of empty tensors."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -549,7 +553,7 @@ def chunked_cross_entropy(hidden, w, targets, backward):
             logits = (hidden[i:i + 1024] @ w.t()).float()
             losses.append(F.cross_entropy(logits, targets[i:i + 1024], reduction="none"))
         if backward:
-            losses[-1].sum().backward()      # at once: the logits of a chunk are gone before the next one comes
+            losses[-1].sum().backward()  # at once: the logits of a chunk are gone before the next one comes
     return -torch.cat(losses)
 
 
@@ -608,7 +612,7 @@ def read_log(run):
 
 
 def plot(runs, path):
-    """Reward (dots: held-out accuracy), |dlogp|, length and rollout speed of each run by step, in one picture."""
+    """Reward (dots: held-out accuracy), |dlogp|, length and rollout speed of each run by step."""
     if not runs:
         raise ValueError("plot needs run folders: python bench.py plot runs/NAME [runs/NAME ...]")
     try:
@@ -627,7 +631,7 @@ def plot(runs, path):
         for i, (name, log) in enumerate(steps.items()):
             points = [(r["step"], r[key]) for r in log if isinstance(r.get(key), (int, float))]
             if key == "mean_dlogp":
-                axis.set_yscale("symlog", linthresh=1e-6)       # logarithmic, and still has a place for exact zeros
+                axis.set_yscale("symlog", linthresh=1e-6)  # logarithmic, with a place for exact zeros
                 axis.set_ylim(bottom=-1e-7)
             axis.plot(*zip(*points) if points else ([], []), color=f"C{i}", linewidth=1.3, label=name)
             if key == "reward":

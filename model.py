@@ -1,8 +1,9 @@
 """
 The transformer that the sampler and the trainer share, in the shape of Qwen2/2.5, Qwen3 and Llama 3.
 
-Read it top down: the transformer (about as long as nanoGPT's), then what comes from a checkpoint folder (config, weights,
-tokenizer, chat template), then, behind a banner, the kernels that only the model uses (attention, RoPE, head).
+Read it top down: the transformer (about as long as nanoGPT's), then what comes from a checkpoint folder
+(config, weights, tokenizer, chat template), then, behind a banner, the kernels that only the model uses
+(attention, RoPE, head).
 
 Every family is one block: h += attention(rmsnorm(h)); h += swiglu(rmsnorm(h)). They differ in three switches:
 
@@ -11,12 +12,13 @@ Every family is one block: h += attention(rmsnorm(h)); h += swiglu(rmsnorm(h)). 
     Qwen3      no                 yes                its own field
     Llama 3    no                 no                 C / H or its own field; RoPE frequencies may be stretched
 
-The numerics contract (fp8.py tells why): whatever leads to a log-probability depends on the tokens of its own sequence
-up to that position and on nothing else. So three passes over the same layers, the trainer's packed one, the sampler's
-prefill and its one-token decode, give one hidden state for a position, bit for bit. They differ in `attend` only.
+The numerics contract (fp8.py tells why): whatever leads to a log-probability depends on the tokens of its own
+sequence up to that position and on nothing else. So three passes over the same layers, the trainer's packed
+one, the sampler's prefill and its one-token decode, give one hidden state for a position, bit for bit. They
+differ in `attend` only.
 
-Shapes: T packed tokens, B sequences, C hidden, H query heads, G key/value heads, D head size, F width of the MLP,
-V vocabulary, L layers.
+Shapes: T packed tokens, B sequences, C hidden, H query heads, G key/value heads, D head size, F width of the
+MLP, V vocabulary, L layers.
 """
 
 import dataclasses
@@ -64,26 +66,26 @@ class Layer(nn.Module):
         self.down = make((C, c.intermediate_size))
 
     def forward(self, h, delta, positions, table, attend, quantized):
-        """h (T, C) is the residual stream and delta (T, C) what the last product still has to add to it (None at first).
+        """h (T, C) is the residual stream; delta (T, C), None at first, what the last product adds to it.
 
         The addition is left to the next norm, which reads h anyway: one pass over memory instead of two.
         """
-        c = self.c
-        h, qkv = fp8.norm_linear(h, delta, self.input_norm, c.rms_norm_eps, self.qkv, self.qkv_bias, quantized)
-        q, k, v = qk_norm_rope(qkv, self.q_norm, self.k_norm, c.rms_norm_eps, table, positions,
+        c, eps = self.c, self.c.rms_norm_eps
+        h, qkv = fp8.norm_linear(h, delta, self.input_norm, eps, self.qkv, self.qkv_bias, quantized)
+        q, k, v = qk_norm_rope(qkv, self.q_norm, self.k_norm, eps, table, positions,
                                c.num_attention_heads, c.num_key_value_heads)      # (T, H, D), (T, G, D) twice
         o = attend(q, k, v).flatten(1)                                            # (T, H*D)
         delta = fp8.linear(o, self.o, fp8=quantized)                              # (T, C)
-        h, gate_up = fp8.norm_linear(h, delta, self.post_norm, c.rms_norm_eps, self.gate_up, None, quantized)
+        h, gate_up = fp8.norm_linear(h, delta, self.post_norm, eps, self.gate_up, None, quantized)
         return h, fp8.swiglu_linear(gate_up, self.down, quantized)                # (T, C) twice
 
 
 class Transformer(nn.Module):
     """A decoder whose linear layers hold BF16 weights, FP8 codes, or both.
 
-    precision: "bf16"; "fp8-rollout" (the trainer multiplies in BF16, the sampler in FP8, quantized from the same BF16
-    weights); "fp8" (both read the one set of FP8 codes). dtype is BF16, or FP32 with "bf16" on a CPU for comparisons.
-    A new model has random weights; `from_pretrained` reads a Hugging Face folder.
+    precision: "bf16"; "fp8-rollout" (the trainer multiplies in BF16, the sampler in FP8, quantized from the
+    same BF16 weights); "fp8" (both read the one set of FP8 codes). dtype is BF16, or FP32 with "bf16" on a
+    CPU for comparisons. A new model has random weights; `from_pretrained` reads a Hugging Face folder.
     """
 
     def __init__(self, config, precision="fp8", device=None, dtype=torch.bfloat16, seed=0):
@@ -91,14 +93,15 @@ class Transformer(nn.Module):
         if precision not in PRECISIONS:
             raise ValueError(f"precision is '{precision}': choose one of {', '.join(PRECISIONS)}")
         if dtype not in (torch.bfloat16, torch.float32) or dtype != torch.bfloat16 and precision != "bf16":
-            raise ValueError(f"dtype is {dtype}: it must be torch.bfloat16, or torch.float32 with precision='bf16' "
-                             "(FP16 would overflow in models that were trained in BF16)")
+            raise ValueError(f"dtype is {dtype}: it must be torch.bfloat16, or torch.float32 with "
+                             "precision='bf16' (FP16 would overflow in models that were trained in BF16)")
         self.config, self.precision, self.dtype = config, precision, dtype
         device = torch.device(device or "cpu")
         check_device(device, precision, config)
         keep = {"bf16": "data", "fp8-rollout": "both", "fp8": "codes"}[precision]
 
-        def make(shape, quantize=True):   # matrices of the layers are quantized; vectors, embedding and head never
+        # Matrices of the layers are quantized; vectors, embedding and head never are.
+        def make(shape, quantize=True):
             return Weight(shape, dtype, device, keep if quantize and len(shape) == 2 else "data")
 
         C, V = config.hidden_size, config.vocab_size
@@ -107,12 +110,13 @@ class Transformer(nn.Module):
         self.norm = make((C,))
         self.head = self.embedding if config.tie_word_embeddings else make((V, C), quantize=False)
         # One FP32 table for all passes: the angle of a position never depends on the batch it is in.
-        self.register_buffer("table", rope_table(config, config.max_position_embeddings, device), persistent=False)
-        self.recompute = False            # the trainer sets it: keep two (T, C) tensors a layer, run the layer again
+        table = rope_table(config, config.max_position_embeddings, device)
+        self.register_buffer("table", table, persistent=False)
+        self.recompute = False  # the trainer sets it: keep two (T, C) tensors a layer, run the layer again
         if seed is not None:
             self.load(self.random_tensors(seed))
 
-    # ---- the three passes ---------------------------------------------------------------------------------------
+    # ---- the three passes ----------------------------------------------------------------------------------
 
     def forward(self, tokens, seqlens):
         """The trainer's pass. tokens (T,) int64, sequences end to end; seqlens sum to T. -> hidden (T, C)."""
@@ -121,13 +125,14 @@ class Transformer(nn.Module):
             raise ValueError(f"seqlens sum to {packing.total}, but there are {tokens.numel()} tokens")
         longest, most = max(packing.lengths, default=0), self.config.max_position_embeddings
         if longest > most:                # the kernels would read past the end of the RoPE table
-            raise ValueError(f"a sequence has {longest} tokens, the model takes {most} (max_position_embeddings)")
+            raise ValueError(f"a sequence has {longest} tokens, the model takes {most} "
+                             "(max_position_embeddings)")
         return self._run(tokens, packing.positions, lambda i, q, k, v: attention(q, k, v, packing),
                          self.precision == "fp8")
 
     @torch.no_grad()
     def prefill(self, tokens, seqlens, k_pages, v_pages, slots):
-        """The sampler's pass over prompts: the trainer's, and each token's k and v go to slots (T,) of the pages."""
+        """The sampler's pass over prompts: the trainer's, and each token's k and v go to its slot (T,)."""
         packing = pack(seqlens, tokens.device)
 
         def attend(i, q, k, v):
@@ -139,7 +144,8 @@ class Transformer(nn.Module):
     def decode(self, tokens, positions, k_pages, v_pages, page_table, lengths, slots):
         """One token of each of B sequences: tokens (B,), positions (B,) int32 -> hidden (B, C).
 
-        The token's k and v are written to slots (B,) first, so lengths (B,) int32 count it. A CUDA graph can hold all.
+        The token's k and v are written to slots (B,) first, so lengths (B,) int32 count it. A CUDA graph can
+        hold all of it.
         """
         def attend(i, q, k, v):
             write_pages(k, v, k_pages[i], v_pages[i], slots)
@@ -162,7 +168,7 @@ class Transformer(nn.Module):
             return torch.mm(hidden, self.head.data.t(), out_dtype=torch.float32)
         return fp8.matmul_rows(hidden.float(), self.head.data.float())
 
-    # ---- weights ------------------------------------------------------------------------------------------------
+    # ---- weights -------------------------------------------------------------------------------------------
 
     def weights(self):
         """{name: Weight}, each once; the names are those of `read_tensors` and of the optimizer."""
@@ -170,11 +176,12 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def load(self, pairs):
-        """Write every weight, in place, from (name, full-precision tensor) pairs; a missing or unknown name is an error."""
+        """Write every weight, in place, from (name, full-precision tensor) pairs: each once, and no other."""
         weights = self.weights()
         for name, tensor in pairs:
             if name not in weights:
-                raise ValueError(f"unknown or repeated weight '{name}': the model has no such tensor left to fill")
+                raise ValueError(f"unknown or repeated weight '{name}': the model has no such tensor left to "
+                                 "fill")
             if tuple(tensor.shape) != tuple(weights[name].shape):
                 raise ValueError(f"weight '{name}' has shape {tuple(tensor.shape)}, the config asks for "
                                  f"{tuple(weights[name].shape)}")
@@ -184,7 +191,7 @@ class Transformer(nn.Module):
         return self
 
     def random_tensors(self, seed=0):
-        """(name, FP32 tensor) pairs of a fresh model: GPT-2's 0.02, less on the two matrices that write the residual."""
+        """(name, FP32 tensor) pairs of a fresh model: GPT-2's 0.02, less in what writes the residual."""
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self.weights().items():
             if name.endswith("bias"):
@@ -217,11 +224,12 @@ def check_device(device, precision, config):
     if device.type != "cuda":
         return
     if not torch.cuda.is_available():
-        raise RuntimeError("device 'cuda' was asked for, but torch sees no CUDA device: check the driver, or use --device=cpu")
+        raise RuntimeError("device 'cuda' was asked for, but torch sees no CUDA device: check the driver, or "
+                           "use --device=cpu")
     major, minor = torch.cuda.get_device_capability(device)
     if precision != "bf16" and (major, minor) < (8, 9):
-        raise RuntimeError(f"FP8 needs compute capability 8.9 or later, {torch.cuda.get_device_name(device)} has "
-                           f"{major}.{minor}: use --precision=bf16")
+        raise RuntimeError("FP8 needs compute capability 8.9 or later, "
+                           f"{torch.cuda.get_device_name(device)} has {major}.{minor}: use --precision=bf16")
     if config.head_dim not in (16, 32, 64, 128, 256):
         raise ValueError(f"head_dim is {config.head_dim}: the attention kernel takes 16, 32, 64, 128 or 256")
 
@@ -938,15 +946,15 @@ class Tokenizer:
     @property
     def template(self):
         """Source of the checkpoint's chat template, or None (a base model)."""
-        source = self.files.get("chat_template.jinja", self.files.get("tokenizer_config.json", {}).get("chat_template"))
+        settings = self.files.get("tokenizer_config.json", {})
+        source = self.files.get("chat_template.jinja", settings.get("chat_template"))
         if isinstance(source, list):                    # several named templates
             source = {t.get("name"): t.get("template") for t in source}.get("default")
         return source if isinstance(source, str) else None
 
     @functools.cached_property
     def _compiled(self):
-        """The template as jinja runs it: sandboxed, since it is code from a download, and with the settings that
-        templates count on."""
+        """The template in jinja: sandboxed, as code from a download, with settings that templates need."""
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                            extensions=["jinja2.ext.loopcontrols"])
         # jinja's own filter escapes <, > and & for HTML.
@@ -966,8 +974,9 @@ class Tokenizer:
         if thinking is not None:
             values["enable_thinking"] = thinking
         try:
-            return self._compiled.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **values)
-        except Exception as error:               # a template is a program of its own, which may raise anything
+            return self._compiled.render(messages=messages, tools=None, documents=None,
+                                         add_generation_prompt=True, **values)
+        except Exception as error:  # a template is a program of its own, which may raise anything
             raise ValueError(f"{self.where}: the chat template failed: {error}") from error
 
 
@@ -978,11 +987,12 @@ def _raise_exception(message):
 # ======================================================================================================
 # The kernels that only the model uses: RoPE and q/k norm, attention (packed and paged), head, embedding
 #
-# Each topic has the same blocks in the same order: the torch reference (the specification; it runs without a GPU), the
-# Triton kernel, the wrapper, the autograd function. What they share is one promise: a value that leads to a
-# log-probability depends on the tokens of its own sequence alone, never on the batch, its order, padding, or on who
-# asked for it (trainer, prefill, decode). Hence no split sums, no atomics, one KV tile, softmax rows that lie within
-# one warp, and contraction switched off with `tl.fma` wherever a fused product is meant.
+# Each topic has the same blocks in the same order: the torch reference (the specification; it runs without
+# a GPU), the Triton kernel, the wrapper, the autograd function. What they share is one promise: a value that
+# leads to a log-probability depends on the tokens of its own sequence alone, never on the batch, its order,
+# padding, or on who asked for it (trainer, prefill, decode). Hence no split sums, no atomics, one KV tile,
+# softmax rows that lie within one warp, and contraction switched off with `tl.fma` wherever a fused product
+# is meant.
 # ======================================================================================================
 
 PAGE = 64  # keys of one attention step == page of the cache: training, prefill and decode share it

@@ -20,6 +20,7 @@ import math
 import os
 import random
 import re
+import runpy
 import shlex
 import socket
 import struct
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import unicodedata
 import zlib
 from pathlib import Path
@@ -179,11 +181,35 @@ def test_bad_values_reach_the_scale(bad):
 
 def test_clamp_and_no_nan_for_any_amax():
     amax = torch.logspace(-6, 3, 20000) * (1 + torch.rand(20000))
-    mantissas = torch.arange(1, 1 << 15, 3, dtype=torch.int16).view(BF16).float()
-    powers = torch.tensor([448.0 * 2 ** k for k in range(-30, 31)])
-    for values in (amax, mantissas[mantissas.isfinite()], powers):
-        codes = fp8.quantize_rows(values[:, None])[0].float()
-        assert codes.isfinite().all() and codes.abs().max() <= 448
+    codes = fp8.quantize_rows(amax[:, None])[0].float()
+    assert codes.isfinite().all() and codes.abs().max() <= 448
+
+
+def test_every_bf16_pattern():
+    """All 65,536: alone in a row, each its own amax; and beside 448, where codes are the nearest E4M3 values,
+    ties to even, found here by search."""
+    x = torch.arange(-2**15, 2**15).to(torch.int16).view(BF16)
+    finite = x.float().isfinite()
+    alone, scale = fp8.quantize_rows(x[:, None])
+    assert torch.equal(scale[0].isfinite(), finite) and (scale[0][finite] > 0).all()
+    error = (alone.float()[:, 0] * scale[0] - x.float())[finite].abs()
+    size = x.float()[finite].abs()
+    assert (error[size > 1e-12] <= 2e-7 * size[size > 1e-12]).all()
+    small = size <= 1e-12  # below the floor a step is one of E4M3 at that scale
+    assert (error[small] <= (size / 2**4).clamp(min=1e-12 / 448 / 2**10)[small]).all()
+    table = torch.arange(0, 127, dtype=torch.uint8).view(fp8.E4M3).double()  # 0 to 448, ascending
+    inside = x[finite & (x.float().abs() <= 448)]
+    codes, scale = fp8.quantize_rows(torch.stack([inside, torch.full_like(inside, 448)], dim=1))
+    assert (scale == 1).all()
+    size = inside.double().abs()
+    above = torch.searchsorted(table, size)
+    below = (above - 1).clamp(min=0)
+    left, right = size - table[below], table[above] - size
+    nearest = torch.where((left < right) | ((left == right) & (below % 2 == 0)), below, above)
+    assert torch.equal(codes.double()[:, 0].abs(), table[nearest])
+    for quantize in (fp8.quantize_cols, fp8.quantize_blocks):
+        codes, scale = quantize(x[finite].view(-1, 128))
+        assert codes.float().isfinite().all() and scale.isfinite().all() and (scale > 0).all()
 
 
 def test_views_equal_copies():
@@ -192,6 +218,19 @@ def test_views_equal_copies():
         for mine, other in zip(fp8.quantize_rows_cols(view), fp8.quantize_rows_cols(view.contiguous())):
             same(mine[0], other[0]), same(mine[1], other[1])
         same(fp8.quantize_blocks(view)[0], fp8.quantize_blocks(view.contiguous())[0])
+
+
+def test_scales_that_differ_by_orders_of_magnitude():
+    """Neighbouring blocks 10^12 apart: any mix-up of scale indices, tiles or orientation shows."""
+    torch.manual_seed(0)
+    M, N, K = 7, 300, 576
+    steps = 10.0 ** (torch.arange(K) // 128 * 3)
+    x, w = torch.randn(M, K) * steps, torch.randn(N, K) / steps
+    w *= 10.0 ** (torch.arange(N) // 128 * 6)[:, None]
+    (a, s), (b, t) = fp8.quantize_rows(x), fp8.quantize_blocks(w)
+    left, right = dequantize_rows(a, s).double(), fp8.dequantize_blocks(b, t).double().t()
+    want, size = left @ right, left.abs() @ right.abs()
+    assert ((fp8.fprop(a, s, b, t, None, FP32).double() - want).abs() <= 1e-6 * size).all()
 
 
 @pytest.mark.parametrize("M", [0, 1, 127, 129, 512, 641, 1153])
@@ -420,7 +459,7 @@ def test_kernel_norm(M, C, delta):
     h_ref, rstd_ref, y_ref = fp8.norm_reference(h, d if delta else None, host_w.data, 1e-6)
     same(h_new, h_ref, "residual sum")
     assert relative(rstd, rstd_ref) < 1e-6 and relative(y, y_ref) < 1e-3  # a rounding may go the other way
-  # The quantizing kernel is another binary, its sum of squares may differ in the last bit: its rstd counts.
+    # The quantizing kernel is another binary, its sum of squares may differ in the last bit: its rstd counts.
     h_new, rstd, codes = fp8.norm_forward(*args, quantize=True)
     for mine, other in zip(codes, fp8.quantize_rows(fp8.norm_output_reference(h_new, rstd, w.data))):
         same(mine, other, "the fused quantizer")
@@ -765,7 +804,7 @@ class Recorder:
                 for key in ("REG", "STACK", "LOCAL")}
         found = sorted(set(re.findall(r"\b(QGMMA|HGMMA|HMMA|LDL|STL)", sass)))
         print("BUILT", self.name, read, *found, "shared", compiled.metadata.shared, flush=True)
-  # The noise of sampling runs once, after the products: about 100 bytes a thread spill there.
+        # The noise of sampling runs once, after the products: about 100 bytes a thread spill there.
         if not (self.name == "_head_kernel" and read["STACK"] <= 128):
             assert not {"LDL", "STL"} & set(found) and not read["LOCAL"], f"{self.name} spills"
         if self.name in MATRIX_UNITS:
@@ -1281,6 +1320,84 @@ def test_write_refuses_a_wrong_set_and_leaves_nothing(tmp_path):
         assert not (tmp_path / "out").exists()
 
 
+# family, changes of transformers' config, dtype in the file, sharded, RoPE in its older place
+VARIATIONS = [
+    ("Qwen2", {}, BF16, True, True),
+    ("Qwen2", dict(tie_word_embeddings=True, use_sliding_window=False), torch.float16, False, False),
+    ("Qwen3", dict(head_dim=32), FP32, True, True),
+    ("Qwen3", dict(head_dim=16, tie_word_embeddings=True, num_key_value_heads=1), BF16, False, False),
+    ("Llama", dict(rope=LLAMA3), BF16, True, False),
+    ("Llama", dict(rope=dict(LLAMA3, factor=32.0), tie_word_embeddings=True, head_dim=16), FP32, False, True),
+    ("Llama", dict(num_key_value_heads=4, head_dim=24), BF16, False, True),
+]
+
+
+def from_transformers(transformers, folder, family, changes, dtype, sharded, old_rope):
+    """A random model, written by transformers; read back in FP32."""
+    rope = {"rope_theta": 5e5, **changes.pop("rope", {"rope_type": "default"})}
+    config = getattr(transformers, family + "Config")(
+        **{**SIZES, "head_dim": 12, "rope_theta": None, "rope_parameters": rope,
+           "eos_token_id": 7, "bos_token_id": 1, "pad_token_id": None, "initializer_range": 0.3, **changes})
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():  # fresh norms and biases are 1 and 0: no drop would show
+            if name.endswith(("norm.weight", "bias")):
+                p.add_(torch.randn_like(p) * 0.3)
+    theirs.to(dtype).save_pretrained(folder, **({"max_shard_size": "40KB"} if sharded else {}))
+    assert (folder / "model.safetensors.index.json").exists() == sharded
+    raw = json.loads((folder / "config.json").read_text())
+    raw["sliding_window"] = 8 if "use_sliding_window" in raw else None  # set, yet switched off
+    if old_rope:
+        rope = raw.pop("rope_parameters")
+        raw["rope_theta"] = rope.pop("rope_theta")
+        raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    write_json(folder / "config.json", raw)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=FP32).eval()
+
+
+@pytest.mark.parametrize("variation", VARIATIONS, ids=lambda v: v[0])
+def test_checkpoints_of_transformers(tmp_path, variation):
+    """Load, logits, 64 greedy tokens, save, load back."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    family, changes, *rest = variation
+    theirs = from_transformers(transformers, tmp_path / "in", family, dict(changes), *rest)
+    ours = Transformer.from_pretrained(tmp_path / "in", "bf16", dtype=FP32)
+    tokens = torch.randint(0, 131, (300,))
+
+    def logits(mine, other):
+        with torch.no_grad():
+            return mine.logits(mine(tokens, [300])), other(tokens[None]).logits[0]
+    mine, other = logits(ours, theirs)
+    assert (mine - other).abs().max() < 1e-4 * other.abs().max()
+    prompts = [tokens[:k].tolist() for k in (1, 40)]
+    sampled = Sampler(ours).generate(prompts, 1, 64, temperature=0, stop=[]).tokens
+    for prompt, completion in zip(prompts, sampled):
+        options = dict(max_new_tokens=64, do_sample=False, eos_token_id=None)
+        greedy = theirs.generate(torch.tensor([prompt]), **options)[0].tolist()
+        assert greedy[len(prompt):] == completion
+    ours.save_pretrained(tmp_path / "out")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    again, info = load(tmp_path / "out", dtype=FP32, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    mine, other = logits(Transformer.from_pretrained(tmp_path / "out", "bf16", dtype=FP32), again)
+    assert (mine - other).abs().max() < 1e-4 * other.abs().max()
+
+
+def test_models_refuse_what_they_cannot_compute(tmp_path):
+    with pytest.raises(ValueError, match="float16.*overflow"):
+        Transformer(tiny_config(), "bf16", dtype=torch.float16)
+    with pytest.raises(ValueError, match="eos_token_id 131 .*beyond vocab_size 131"):
+        tiny_config(eos_token_id=[5, 131])
+    policy = Transformer(tiny_config(num_hidden_layers=1, max_position_embeddings=64), "bf16")
+    with pytest.raises(ValueError, match="65 tokens, the model takes 64"):
+        policy(torch.zeros(70, dtype=torch.int64), [5, 65])
+    huge = dict(hidden_size=2**40, intermediate_size=2**40)
+    write_json(tmp_path / "config.json", {**tiny_config().to_dict(), **huge})
+    with pytest.raises(FileNotFoundError, match="neither"):  # before memory is taken: it fits nowhere
+        Transformer.from_pretrained(tmp_path)
+
+
 def test_folder_from_name(tmp_path, monkeypatch):
     assert model.folder_from_name(str(tmp_path)) == str(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
@@ -1291,6 +1408,17 @@ def test_folder_from_name(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         model.folder_from_name(str(tmp_path / "file"))
+
+    def download(name, allow_patterns):
+        if name == "Some/Missing":
+            raise OSError("404 Client Error\nlong text")
+        return str(tmp_path / allow_patterns[0])
+    hub = types.SimpleNamespace(snapshot_download=download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert model.folder_from_name("Some/Model").startswith(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"404 Client Error\):\n.*hf download Some/Missing") as error:
+        model.folder_from_name("Some/Missing")
+    assert "long text" not in str(error.value)
 
 
 # ---- tokenizer ---------------------------------------------------------------------------------------------
@@ -1314,8 +1442,7 @@ STRINGS = [
 
 
 def random_strings(n, seed=0):
-    """Assigned characters, runs, marks and special tokens. Marks only of blocks as old as the library's
-    tables."""
+    """Assigned characters, runs, marks (of blocks as old as the library's tables) and special tokens."""
     rng = random.Random(seed)
     chars = [c for c in map(chr, range(0x3400)) if unicodedata.category(c) not in ("Cn", "Mn", "Mc", "Me")]
     pools = [chars, list(map(chr, range(0x300, 0x345))), list(" \t\n\r'0123456789"),
@@ -1327,8 +1454,7 @@ def random_strings(n, seed=0):
 
 
 def trained_tokenizer(folder, split="qwen", normalizer=True, strings=False, **changes):
-    """A small BPE trained here, with the pre-tokenizer of a family; returns the tokenizers object that reads
-    the file."""
+    """A small BPE trained here, with the pre-tokenizer of a family -> the file as tokenizers reads it."""
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("gpt2", "digits"))
@@ -1376,8 +1502,7 @@ def test_tokenizer_equals_tokenizers(tmp_path, split, monkeypatch):
 
 
 def test_ids_need_not_follow_the_merges(tmp_path):
-    """Ids from the vocabulary, order of merging from the merges; and the list may be complete, as Llama 3's
-    is."""
+    """Ids from the vocabulary, order of merging from the merges; the list may be complete (Llama 3)."""
     trained_tokenizer(tmp_path, "llama", normalizer=False, ignore_merges=True)
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -1428,6 +1553,47 @@ def test_tokenizer_refuses(tmp_path, path, value, words):
     with pytest.raises(ValueError, match=words) as error:
         Tokenizer.from_pretrained(tmp_path)
     assert "tokenizer.json" in str(error.value)
+
+
+def mutations(value, rng, junk):
+    """A copy of a JSON value with one node replaced, removed or repeated."""
+    value = json.loads(json.dumps(value))
+    at = value
+    while True:
+        key = rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))
+        if not isinstance(at[key], (dict, list)) or not at[key] or rng.random() < 0.2:
+            break
+        at = at[key]
+    if rng.random() < 0.3:
+        del at[key]
+    elif isinstance(at, list) and rng.random() < 0.3:
+        at.append(at[key])
+    else:
+        at[key] = rng.choice(junk)
+    return value
+
+
+@cpu_only
+def test_tokenizer_fuzz():
+    """A tokenizer.json with a broken node: refused with the file named, or it encodes and decodes."""
+    rng, source = random.Random(0), Tokenizer.bytes().files["tokenizer.json"]
+    base = {char: byte for byte, char in enumerate(model.BYTE_TO_CHAR)}
+    source["model"] |= {"vocab": base | {"ab": 260, "abc": 261}, "merges": [["a", "b"], ["ab", "c"]]}
+    source["normalizer"] = {"type": "NFC"}
+    junk = [None, True, 0, -1, 2**70, 1.5, float("nan"), "", "x", "ab", [], [1], {}, {"type": "NFC"},
+            ["a", "b"], "\ud800"]
+    refused = 0
+    for _ in range(600):
+        files = {"tokenizer.json": mutations(source, rng, junk)}
+        if rng.random() < 0.3:
+            files["tokenizer.json"] = mutations(files["tokenizer.json"], rng, junk)
+        try:
+            tokenizer = Tokenizer(files, [256], where="here/tokenizer.json")
+            tokenizer.decode(tokenizer.encode("abc é<|user|>"))
+        except ValueError as error:
+            refused += 1
+            assert "here/tokenizer.json" in str(error) and str(error).count("\n") < 2, error
+    assert refused > 120
 
 
 def test_merges_that_tiktoken_cannot_represent():
@@ -1524,7 +1690,9 @@ def test_chat_equals_transformers(tmp_path, place, template, thinking):
     (None, "no chat template"), ([{"name": "other", "template": ""}], "no chat template"),
     ("{% for %}", "failed"), ("{{ raise_exception('not so') }}", "not so"),
     ("{{ messages.append(1) }}", "failed"), ("{{ ''.__class__.__mro__ }}", "failed"),
-    ("{{ nothing.x }}", "failed"), ("{{ messages[0].content + 1 }}", "failed"),
+    ("{{ nothing.x }}", "failed"), ("{{ messages[0].content + 1 }}", "failed"), ("{{ 1 // 0 }}", "failed"),
+    ("{% for i in range(10**9) %}{% endfor %}", "failed"), ("{{ '%d' % 'x' }}", "failed"),
+    ("{{ messages[0].content.encode('ascii') }}", "failed"),
 ])
 def test_chat_template_faults(template, words):
     files = Tokenizer.bytes().files
@@ -1533,13 +1701,20 @@ def test_chat_template_faults(template, words):
         Tokenizer(files, [256]).chat(CHATS[0])
 
 
+def test_chat_template_in_another_encoding(tmp_path):
+    Tokenizer.bytes().save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="chat_template.jinja is not UTF-8"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
 # ============================================================================================================
 # 5  Tasks, reward, loss
 # ============================================================================================================
 
 # (completion, gold, reward)
 ANSWERS = [
-  # where the answer is
+    # where the answer is
     ("7 * 6 = 42\n#### 42", "42", 1), ("Hence \\boxed{42}.", "42", 1), ("#### 42\r\nDone.", "42", 1),
     ("the answer is 42", "42", 0), ("1 2 3 4 5 6", "6", 0), ("", "42", 0), (" #### 42", "42", 0),
     ("x #### 42", "42", 0), ("####42", "42", 1), ("#### 41\n#### 42\nok", "42", 1),
@@ -1551,13 +1726,13 @@ ANSWERS = [
     ("\\boxed{42} and \\boxed{}", "42", 0), ("\\fbox{42}", "42", 1), ("\\boxed {42}", "42", 1),
     ("\\boxed{\\boxed{42}}", "42", 1), ("\\boxed{1 \\boxed{42}", "42", 1), ("} { \\boxed{42} {", "42", 1),
     ("\\boxed{\\{1\\}}", "\\{1\\}", 1), ("\\\\boxed{42}", "42", 1), ("$$\\boxed{42}$$", "42", 1),
-  # think blocks
+    # think blocks
     ("<think>\\boxed{41}</think>\\boxed{42}", "42", 1), ("<think>\\boxed{42}</think> 42", "42", 0),
     ("<think>\\boxed{42}", "42", 0), ("\\boxed{42}<think>hm", "42", 0), ("hm \\boxed{42}</think>", "42", 0),
     ("hm</think>\n#### 42", "42", 1), ("<think>#### 41\n</think>\n#### 42", "42", 1),
     ("\\boxed{42}<think>\\boxed{41}</think>", "42", 1), ("<think><think></think>\\boxed{42}", "42", 1),
     ("\\boxed{42}<think></think> hm</think>", "42", 0),
-  # numbers
+    # numbers
     ("\\boxed{1,234}", "1234", 1), ("\\boxed{1234}", "1,234", 1), ("\\boxed{12,34}", "1234", 0),
     ("\\boxed{1,234,56}", "123456", 0), ("\\boxed{0,123}", "123", 0),
     ("\\boxed{1\\,234{,}567}", "1234567", 1), ("\\boxed{1,\\!234}", "1234", 1), ("\\boxed{1 234}", "1234", 0),
@@ -1570,7 +1745,7 @@ ANSWERS = [
     ("\\boxed{nan}", "0", 0), ("\\boxed{4e1}", "40", 0), ("\\boxed{0x2a}", "42", 0),
     ("\\boxed{False}", "0", 0), ("\\boxed{two}", "2", 0), ("\\boxed{4_2}", "42", 0),
     ("\\boxed{18446744073709551617}", "18446744073709551616", 0), ("\\boxed{10^{10^{10}}}", "10", 0),
-  # money, units, marks
+    # money, units, marks
     ("#### $42", "42", 1), ("#### -$42", "-42", 1), ("#### $-42", "-42", 1), ("\\boxed{\\$42.00}", "42", 1),
     ("\\boxed{42 €}", "42", 1), ("#### **42**", "42", 1), ("#### $42$.", "42", 1),
     ("\\boxed{\\(42\\)}", "42", 1), ("\\boxed{42\\%}", "42", 1), ("\\boxed{4200\\%}", "42", 0),
@@ -1582,7 +1757,7 @@ ANSWERS = [
     ("#### 42 thousand", "42", 0), ("\\boxed{41 \\text{ or } 42}", "42", 0), ("\\boxed{42 or more}", "42", 0),
     ("\\boxed{41, 42}", "42", 0), ("#### 42 and a half", "42", 0), ("#### 40 + 2", "42", 0),
     ("\\boxed{40+2}", "42", 0),
-  # fractions
+    # fractions
     ("\\boxed{\\frac{3}{4}}", "0.75", 1), ("\\boxed{0.75}", "\\frac34", 1),
     ("\\boxed{6/8}", "\\tfrac{3}{4}", 1), ("\\boxed{\\dfrac 3 4}", "3/4", 1),
     ("\\boxed{-\\frac{3}{4}}", "-0.75", 1), ("\\boxed{\\frac{-3}{4}}", "-3/4", 1),
@@ -1592,13 +1767,13 @@ ANSWERS = [
     ("\\boxed{3/0}", "0", 0), ("\\boxed{\\frac{0}{0}}", "0", 0), ("\\boxed{1/2/2}", "1/4", 0),
     ("\\boxed{\\frac{1,000}{4}}", "250", 1), ("\\boxed{\\frac{1}{3^{99}}}", "\\frac{1}{3^{98}}", 0),
     ("\\boxed{0}", "\\frac{1}{3^{99}}", 0),
-  # text
+    # text
     ("\\boxed{\\text{Ada}}", "Ada", 1), ("#### Ada", "\\text{Ada}", 1), ("\\boxed{Ada}", "Adam", 0),
     ("\\boxed{y^{3} - 1}", "y^3-1", 1), ("\\boxed{y^{31}}", "y^31", 0), ("\\boxed{\\sqrt{3}}", "\\sqrt3", 1),
     ("\\boxed{\\left[0, \\dfrac12\\right)}", "[0,\\frac{1}{2})", 1), ("\\boxed{(1,2)}", "(1,3)", 0),
     ("\\boxed{\\frac{1}{x}0}", "\\frac{1}{x0}", 0), ("\\boxed{ }", "", 0), ("#### ", "", 0),
     ("\\boxed{__import__('os').abort()}", "42", 0),
-  # beyond MAX_DIGITS the digits are compared; leading and trailing zeros still do not count
+    # beyond MAX_DIGITS the digits are compared; leading and trailing zeros still do not count
     ("\\boxed{" + "7" * 9000 + "}", "7" * 9000, 1), ("#### -" + "7" * 9000 + ".000 km", "-0" + "7" * 9000, 1),
     ("#### " + "7" * 9000, "7" * 8999 + "8", 0), ("#### " + "7" * 9000, "-" + "7" * 9000, 0),
     ("#### " + "0" * 9000 + "5", "5", 1), ("\\boxed{" + "\\frac{" * 5000 + "1" + "}{1}" * 5000 + "}", "1", 0),
@@ -1712,6 +1887,10 @@ def write(path, *lines, newline=b"\n", start=b""):
     return path
 
 
+def row(question, answer):
+    return json.dumps({"question": question, "answer": answer})
+
+
 GOOD = '{"question": "6 * 7?", "answer": "6*7=<<6*7=42>>42\\n#### 1,042"}'
 
 
@@ -1743,6 +1922,21 @@ def test_jsonl_faults_name_the_line(tmp_path, line, message):
     with pytest.raises(ValueError) as caught:
         grpo.load_jsonl(path)
     assert f"{path}, line 3: " in str(caught.value) and message in str(caught.value)
+
+
+def test_jsonl_fuzz(tmp_path):
+    """Bytes of a good file changed at random: examples that some completion can earn, or the line named."""
+    rng, path = random.Random(0), tmp_path / "data.jsonl"
+    good = "".join(row(f"{i} + {i}?", f"sum\n#### {i + i:,}") + "\n" for i in range(600, 604)).encode()
+    for _ in range(1000):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] = rng.choice([rng.randrange(256), *b'\n\r"\\{}:,'])
+        path.write_bytes(data)
+        try:
+            assert all(e.reward("so\n#### " + e.gold) == 1 for e in grpo.load_jsonl(path))
+        except ValueError as error:
+            assert f"{path}, line " in str(error) and str(error).count("\n") < 2
 
 
 def test_jsonl_file_faults(tmp_path):
@@ -2260,29 +2454,183 @@ def test_gradient_that_is_not_finite_is_skipped(tmp_path, paid, monkeypatch, cap
     assert files[1] == files[2] and files[0] != files[1] and files[2] != files[3]
 
 
+def test_gradients_that_stay_infinite_stop_the_run(tmp_path, paid, monkeypatch, capsys):
+    loss = grpo.policy_loss
+
+    def broken(*args, **options):
+        value, sums = loss(*args, **options)
+        return value * math.inf, sums
+    monkeypatch.setattr(grpo, "policy_loss", broken)
+    with pytest.raises(RuntimeError, match="5 steps in a row"):
+        run(tmp_path, "--steps=9", "--save-every=1", "--keep=9")
+    assert capsys.readouterr().out.count("had a non-finite gradient and was skipped") == 5
+    assert read_log(tmp_path)[-1]["skipped"] == 5
+    assert load_file(tmp_path / "step-000000/model.safetensors")["model.norm.weight"].isfinite().all()
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, paid):
+    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}"]))
+    trainer.optimizer.master["norm"][3] = math.inf
+    with pytest.raises(RuntimeError, match="not finite"):
+        trainer.save()
+    assert not train.checkpoints(tmp_path)
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path, paid, capsys):
+    out = tmp_path / "run"
+    run(out)
+    resume = lambda *flags: run(out, "--resume", "--steps=3", *flags)
+    with pytest.raises(ValueError, match="another shape"):
+        resume("--width=128")
+    with pytest.raises(ValueError, match="on one side only"):
+        resume("--layers=2")
+    assert re.search(r"goes on with other flags: .*layers=2 \(was 1\)", capsys.readouterr().out)
+    folder = newest(out)
+    whole = (folder / "optimizer.safetensors").read_bytes()
+    for content in (whole[:-100], whole[:50], b"", b"version https://git-lfs"):
+        (folder / "optimizer.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match=f"{folder} is damaged.*: remove it"):
+            resume()
+    (folder / "optimizer.safetensors").write_bytes(whole)
+    write_json(folder / "state.json", {"step": 2})
+    with pytest.raises(ValueError, match="is damaged"):
+        resume()
+
+
+def test_problems_longer_than_the_context(tmp_path, paid, capsys):
+    """Left out with a count; refused where none remains. Never cut."""
+    rows = [row(f"question {i}", f"so\n#### {i}") for i in range(6)]
+    data = write(tmp_path / "a.jsonl", *rows[:3], row("long " * 4000, "#### 9"), *rows[3:])
+    held = write(tmp_path / "b.jsonl", row("held out", "#### 1"), row("word " * 4000, "#### 1"))
+    flags = ["--task=jsonl", f"--data={data},{held}", "--steps=1"]
+    assert len(run(tmp_path / "run", *flags)) == 1
+    assert "1 training and 1 held-out problems are left out" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="shorter problems"):
+        run(tmp_path / "none", *flags, "--max-new-tokens=16384")
+    with pytest.raises(ValueError, match="--max-new-tokens=16384 do not fit .*lower --difficulty"):
+        run(tmp_path / "drawn", "--max-new-tokens=16384")
+    plain = write(tmp_path / "c.jsonl", *rows[:3], row("bare", "7"))
+    with pytest.raises(ValueError, match="learns from solutions, and 1 of 4 answers"):
+        run(tmp_path / "bare", "--task=jsonl", f"--data={plain},{held}")
+    assert not any((tmp_path / name).exists() for name in ("none", "drawn", "bare"))
+
+
+@pytest.mark.parametrize("fault, words", [
+    ("vocabulary", "makes id 259 .*has 259 ids"), ("no end", "no file names an end-of-text id"),
+    ("cut off", "its header describes"), ("no tokenizer", "tokenizer.json"),
+])
+def test_checkpoint_faults_before_anything_is_written(tmp_path, fault, words):
+    folder, tokenizer = tmp_path / "base", Tokenizer.bytes()
+    changes = {"vocabulary": dict(vocab_size=259), "no end": dict(eos_token_id=[])}.get(fault, {})
+    config = tiny_config(**{"vocab_size": 260, "eos_token_id": [256], "num_hidden_layers": 1, **changes})
+    Transformer(config, "bf16").save_pretrained(folder)
+    if fault == "no end":
+        del tokenizer.files["tokenizer_config.json"]["eos_token"]
+    if fault != "no tokenizer":
+        tokenizer.save(folder)
+    weights = folder / "model.safetensors"
+    if fault == "cut off":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises((ValueError, OSError), match=words):
+        run(tmp_path / "out", f"--model={folder}", "--sft-steps=0")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("flags, words", [
     ("--setps=3", "did you mean --steps?"), ("--max_new_token=3", "did you mean --max-new-tokens?"),
     ("--task=sums", "--task=sums: choose one of sum"), ("--precision=fp4", "--precision=fp4: choose one of"),
     ("--exact=maybe", "--exact=maybe"), ("--samples=1", "--samples=1"), ("--prompts=0", "--prompts=0"),
-    ("--updates=9", "--updates=9 is more than --prompts=3"), ("--temperature=0", "--temperature=0"),
+    ("--updates=9", "each update needs a problem"), ("--temperature=0", "--temperature=0"),
     ("--tis=2", "--tis=2"), ("--task=jsonl", "needs --data"), ("--difficulty=1", "difficulty=1"),
     ("--task=jsonl --data=none.jsonl", "none.jsonl"), ("--model=none", "no folder none"),
+    ("--steps=abc", "--steps: invalid int"), ("--lr", "--lr: expected one argument"),
+    ("--lr=nan", "--lr=nan"), ("--lr=inf", "--lr=inf"), ("--beta2=1", "at least 0 and below 1"),
+    ("--sft-steps=-1", "--sft-steps=-1: must be a number of at least 0"),
+    ("--width=0", "--width=0: must be a number of at least 1"),
+    ("--device=tpu", "--device=tpu: it must be cuda"), ("--top-p=0.9", "unknown argument '--top-p=0.9'"),
+    ("--data=x.jsonl", "is read by --task=jsonl"), ("--task=jsonl --data=a,b,c", "not 'a,b,c'"),
+    ("--task=jsonl --data=a,", "not 'a,'"), ("--wandb=x", "pip install wandb"),
 ] + [("--device=cuda", "no CUDA device")] * (not CUDA))
-def test_bad_flags_are_refused(tmp_path, flags, words):
+def test_bad_flags_are_refused(tmp_path, monkeypatch, flags, words):
     """Named in one line or two, before anything is written."""
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)  # wandb is not installed
     with pytest.raises((ValueError, OSError)) as error:
         run(tmp_path / "out", *flags.split())
     assert words in str(error.value) and str(error.value).count("\n") < 2
     assert not (tmp_path / "out").exists()
 
 
-def test_flags_of_the_loss(tmp_path, paid):
+@pytest.mark.parametrize("program, flags, words", [
+    ("train", ["--model=/no/where"], "no folder /no/where"), ("train", ["--steps=x"], "invalid int"),
+    ("rollout", ["--prompt=x"], "--model"), ("bench", ["gem"], "did you mean gemm"),
+    ("bench", ["plot", "/no/where"], "/no/where"),
+])
+def test_errors_are_two_lines(program, flags, words, monkeypatch):
+    """`python X.py` with a fault: one line or two and exit code 1; the exception itself with --debug."""
+    for debug in ([], ["--debug"]):
+        monkeypatch.setattr(sys, "argv", [program + ".py", *flags, *debug])
+        with pytest.raises(Exception if debug else SystemExit, match=words) as error:
+            runpy.run_path(str(HERE / f"{program}.py"), run_name="__main__")
+        if not debug:
+            assert str(error.value).startswith("error: ") and str(error.value).count("\n") < 2
+
+
+def test_explain():
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total ...")
+    assert rollout.explain(full, "--n") == "error: out of GPU memory: lower --n\nCUDA out of memory"
+    assert rollout.explain(ValueError("a\nb\nc"), "") == "error: a\nb"
+    assert rollout.explain(KeyError("x"), "") == "error: KeyError: 'x' (--debug shows where)"
+    assert rollout.explain(AssertionError(), "") == "error: AssertionError:  (--debug shows where)"
+
+
+def test_flags_of_the_loss(tmp_path, paid, capsys):
     flags = "--precision=fp8-rollout", "--tis=2", "--kl=0.1", "--normalize-std", "--updates=3"
     assert run(tmp_path / "a", *flags)[1]["kl"] > 0
     none = run(tmp_path / "none", *flags[2:], "--drop-truncated", "--max-new-tokens=1")[1]
     assert none["truncated"] == 1 and none["kl"] == none["loss"] == none["grad_norm"] == 0
+    assert all(math.isfinite(v) for v in none.values() if isinstance(v, float))
+    assert capsys.readouterr().out.count("dropped, so there was no gradient") == 2
     plain, recomputed = (run(tmp_path / flag, flag, "--kl=0.1") for flag in ("--no-recompute", "--recompute"))
     assert plain == recomputed and plain[1]["kl"] > 0
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_reference_is_where_grpo_started(tmp_path, paid, monkeypatch, base):
+    """No second model without --kl; with it, even in a later resume only, the first policy of GRPO."""
+    flags = ["--lr=1e-2", "--warmup=0"]
+    if base:
+        Transformer(tiny_config(vocab_size=260, eos_token_id=[256])).save_pretrained(tmp_path / "base")
+        Tokenizer.bytes().save(tmp_path / "base")
+        flags += [f"--model={tmp_path / 'base'}"]
+    out, seen = tmp_path / "run", []
+    run(out, *flags, "--keep=9", "--save-every=1")
+    original = train.Run.reference_model
+
+    def watch(self):
+        seen.append(original(self))
+        return seen[-1]
+    monkeypatch.setattr(train.Run, "reference_model", watch)
+    assert "kl" not in run(tmp_path / "off", *flags)[0] and not seen
+    steps = run(out, *flags, "--steps=3", "--kl=0.1", "--resume", "--keep=9")
+    start = load_file(out / "step-000000/model.safetensors")["model.norm.weight"]
+    assert torch.equal(seen[0].norm.data, start) and steps[-1]["kl"] > 1e-4
+    assert len({id(s) for s in seen}) == 1, "loaded once"
+
+
+def test_steps_draw_fresh_noise_and_train_on_the_sampled_ids(tmp_path, paid):
+    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}", "--samples=8", "--temperature=1.5"]))
+    examples = [trainer.problems(0, 1)[0]] * 3
+    first = trainer.rollout(examples)
+    assert len({tuple(t) for t in first.tokens}) > 20, "one prompt, 24 samples"
+    assert trainer.rollout(examples).tokens == first.tokens
+    trainer.step = 1
+    assert trainer.rollout(examples).tokens != first.tokens
+    first.tokens = [[0xF0, 0x9F], [0xF0, 0x9F, 256]] * 12  # half a character, with and without an end
+    first.logprobs = [torch.zeros(len(t)) for t in first.tokens]
+    batch, = trainer.update_batches([[1]] * 3, first, torch.arange(24.0))
+    assert [completion for _, completion in batch["sequences"]] == first.tokens
+    assert batch["advantages"].tolist() == [float(i) for i, t in enumerate(first.tokens) for _ in t]
+    assert trainer.text(first.tokens[1]) == "\ufffd"
 
 
 def test_every_field_is_read():
@@ -2347,8 +2695,7 @@ def test_fp8_learns_like_bf16(tmp_path):
     assert curves["bf16"][-1] < 0.3 * curves["bf16"][0] and max(gaps) < 0.1 and gaps[-1] < 0.03, curves
 
 
-@pytest.mark.parametrize("kind, tied", [("qwen2", True), ("qwen2", False), ("qwen3", True), ("qwen3", False),
-                                        ("llama", True), ("llama", False)])
+@pytest.mark.parametrize("kind, tied", [("qwen2", False), ("qwen3", True), ("llama", False)])
 def test_checkpoints_load_in_transformers(tmp_path, paid, kind, tied):
     """What a run saves: no key too many or too few, equal logits (FP32), the same ids, and back again."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -2372,6 +2719,24 @@ def test_checkpoints_load_in_transformers(tmp_path, paid, kind, tied):
     theirs.to(BF16).save_pretrained(tmp_path / "again")
     first, again = (dict(model.read_tensors(d, config)) for d in (folder, tmp_path / "again"))
     assert first.keys() == again.keys() and all(torch.equal(first[n], again[n]) for n in first)
+
+
+def test_bare_machine(tmp_path):
+    """No triton, no tracker, no network, no terminal: a run on the references."""
+    code = ("import socket, sys\n"
+            "absent = 'triton wandb huggingface_hub transformers tokenizers'.split()\n"
+            "sys.modules.update(dict.fromkeys(absent))\n"
+            "def refuse(*args): raise OSError('no network')\n"
+            "socket.socket.connect = refuse\n"
+            "import train\n"
+            "assert train.fp8.triton is None\n"
+            "train.main(sys.argv[1:])\n")
+    done = subprocess.run([sys.executable, "-c", code, *TINY, "--steps=1", f"--out={tmp_path}"], cwd=HERE,
+                          text=True, stdin=subprocess.DEVNULL, capture_output=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "triton absent" in done.stdout and "runs on the CPU" in done.stdout
+    assert (tmp_path / "step-000001").exists()
 
 
 # ============================================================================================================

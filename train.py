@@ -1,14 +1,14 @@
 """
 Train a language model by GRPO, with the sampler and the trainer in one process on one GPU.
 
-    python train.py                                        # a small model from nothing: supervised phase, then GRPO
+    python train.py                            # a small model from nothing: supervised phase, then GRPO
     python train.py --model=Qwen/Qwen3-0.6B --task=jsonl --data=train.jsonl,test.jsonl
-    python train.py --out=runs/mine --resume               # go on where a run was stopped
+    python train.py --out=runs/mine --resume   # go on where a run was stopped
 
-This file holds what touches the disk or the clock. One step is five phases, and the loop at the end reads as such:
-rollout (rollout.py), reward and advantage (grpo.py), update (model.py and fp8.py), log. `--precision` chooses what
-multiplies in FP8; in `fp8`, the default, the log-probabilities of sampler and trainer are compared bit by bit on every
-token of each step's first update, and a difference stops the run.
+This file holds what touches the disk or the clock. One step is five phases, and `grpo_step` reads as such:
+rollout (rollout.py), reward and advantage (grpo.py), update (model.py and fp8.py), log. `--precision` chooses
+what multiplies in FP8; in `fp8`, the default, the log-probs of sampler and trainer are compared bit by bit on
+every token of each step's first update, and a difference stops the run.
 """
 
 import argparse
@@ -36,7 +36,7 @@ import model as model_file
 from model import Tokenizer, Transformer, token_logprobs
 from rollout import Parser, Sampler, explain
 
-# ---- configuration ----------------------------------------------------------------------------------------------
+# ---- configuration -------------------------------------------------------------------------------
 
 
 def opt(default, help):
@@ -51,7 +51,7 @@ class Config:
     model: str = opt("", "checkpoint folder or Hugging Face name; empty: a small model from random weights")
     task: str = opt("sum", f"one of {', '.join(grpo.TASKS)}")
     data: str = opt("", "for --task=jsonl: TRAIN.jsonl,HELDOUT.jsonl with fields question and answer")
-    difficulty: int = opt(None, "for generated tasks: number of terms, which sets the length of the worked steps")
+    difficulty: int = opt(None, "for generated tasks: number of terms, which sets the length of a solution")
     digits: int = opt(None, "for --task=sum: digits of a term")
     precision: str = opt("fp8", "bf16, fp8-rollout (only the sampler in FP8) or fp8 (one FP8 flow for both)")
     device: str = opt("", "cuda or cpu; empty: cuda if there is one")
@@ -80,12 +80,13 @@ class Config:
     clip_high: float = opt(0.28, "the ratio is clipped above 1 + clip_high")
     normalize_std: bool = opt(False, "divide advantages by the group's standard deviation")
     drop_truncated: bool = opt(False, "leave completions that reached max_new_tokens out of the loss")
-    kl: float = opt(0.0, "weight of the KL divergence to the policy that GRPO starts from (0: no second model)")
+    kl: float = opt(0.0, "weight of the KL divergence to the policy GRPO starts from (0: no second model)")
     tis: float = opt(0.0, "with fp8-rollout: weigh tokens by min(TIS, old / sampler probability) (0: off)")
     # engine
     micro_tokens: int = opt(None, "tokens in one packed forward and backward pass")
-    recompute: bool = opt(False, "run each layer again in the backward pass instead of keeping its activations")
-    exact: str = opt("", "stop, warn or off when a log-prob differs; empty: stop in fp8 on Hopper or a CPU, else warn")
+    recompute: bool = opt(False, "run each layer again in the backward pass, instead of keeping activations")
+    exact: str = opt("", "stop, warn or off when a log-prob differs; empty: stop in fp8 on Hopper or a CPU, "
+                         "else warn")
     # evaluation, logging, saving
     eval_every: int = opt(None, "steps between evaluations on held-out problems (0: only before and after)")
     eval_problems: int = opt(256, "held-out problems of an evaluation, answered greedily")
@@ -100,30 +101,34 @@ class Config:
 
 # Values for flags that were not given: for the small model by device, else for a checkpoint.
 PRESETS = {
-    "cuda": dict(difficulty=4, digits=2, layers=6, width=512, sft_steps=400, sft_batch=256, sft_lr=1e-3, steps=60,
-                 prompts=64, samples=16, max_new_tokens=128, lr=1e-4, micro_tokens=32768, eval_every=20),
-    "cpu": dict(difficulty=3, digits=1, layers=2, width=128, sft_steps=400, sft_batch=32, sft_lr=3e-3, steps=30,
-                prompts=16, samples=8, max_new_tokens=32, lr=1e-4, micro_tokens=4096, eval_every=10),
-    "checkpoint": dict(difficulty=4, digits=2, layers=0, width=0, sft_steps=0, sft_batch=64, sft_lr=1e-5, steps=100,
-                       prompts=32, samples=8, max_new_tokens=512, lr=1e-6, micro_tokens=16384, eval_every=0),
+    "cuda": dict(difficulty=4, digits=2, layers=6, width=512, sft_steps=400, sft_batch=256, sft_lr=1e-3,
+                 steps=60, prompts=64, samples=16, max_new_tokens=128, lr=1e-4, micro_tokens=32768,
+                 eval_every=20),
+    "cpu": dict(difficulty=3, digits=1, layers=2, width=128, sft_steps=400, sft_batch=32, sft_lr=3e-3,
+                steps=30, prompts=16, samples=8, max_new_tokens=32, lr=1e-4, micro_tokens=4096,
+                eval_every=10),
+    "checkpoint": dict(difficulty=4, digits=2, layers=0, width=0, sft_steps=0, sft_batch=64, sft_lr=1e-5,
+                       steps=100, prompts=32, samples=8, max_new_tokens=512, lr=1e-6, micro_tokens=16384,
+                       eval_every=0),
 }
 
 
 def parse(argv):
     """Command line -> Config. An unknown flag is refused with the nearest name."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     for f in dataclasses.fields(Config):
         flag, text = "--" + f.name.replace("_", "-"), f.metadata["help"] + f" [{f.default}]"
         if f.type is bool:
             parser.add_argument(flag, default=f.default, help=text, action=argparse.BooleanOptionalAction)
         else:
             parser.add_argument(flag, type=f.type, default=f.default, help=text, metavar=f.name.upper())
-    known, unknown = parser.parse_known_args([a.replace("_", "-", a.split("=")[0].count("_")) if a.startswith("--")
-                                              else a for a in argv])
+    known, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = [s for action in parser._actions for s in action.option_strings]
+        flags = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(Config)]
         near = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1)
-        raise ValueError(f"unknown argument '{unknown[0]}'" + (f": did you mean {near[0]}?" if near else ": see --help"))
+        hint = f"did you mean {near[0]}?" if near else "see --help"
+        raise ValueError(f"unknown argument '{unknown[0]}': {hint}")
     cfg = Config(**vars(known))
     cfg.device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if cfg.device.split(":")[0] not in ("cuda", "cpu"):
@@ -141,41 +146,43 @@ def parse(argv):
 def check(cfg):
     """Refuse, in seconds and before anything is loaded, what cannot work."""
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("--device=cuda, but torch sees no CUDA device: check the driver, or use --device=cpu")
-    choices = {"task": list(grpo.TASKS), "precision": model_file.PRECISIONS, "exact": ("", "stop", "warn", "off")}
+        raise ValueError("--device=cuda, but torch sees no CUDA device: check the driver, or use the CPU")
+    choices = {"task": grpo.TASKS, "precision": model_file.PRECISIONS, "exact": ("", "stop", "warn", "off")}
     for name, allowed in choices.items():
         if getattr(cfg, name) not in allowed:
-            raise ValueError(f"--{name}={getattr(cfg, name)}: choose one of {', '.join(filter(None, allowed))}")
+            choice = ", ".join(filter(None, allowed))
+            raise ValueError(f"--{name}={getattr(cfg, name)}: choose one of {choice}")
     positive = {"prompts", "updates", "max_new_tokens", "micro_tokens", "keep", "difficulty", "eval_problems"}
     positive |= set() if cfg.model else {"layers", "width"}
     for f in dataclasses.fields(Config):
         value, low = getattr(cfg, f.name), int(f.name in positive)
         high = 1 if f.name in ("beta1", "beta2") else math.inf
-        if f.type in (int, float) and f.name != "seed" and not low <= value < high:      # NaN is refused as well
+        if f.type in (int, float) and f.name != "seed" and not low <= value < high:    # refuses NaN as well
             raise ValueError(f"--{f.name.replace('_', '-')}={value}: must be a number of at least {low}"
                              + (" and below 1" if high == 1 else ""))
     if cfg.samples < 2:
-        raise ValueError(f"--samples={cfg.samples}: a group needs at least 2 completions, its mean is the baseline")
+        raise ValueError(f"--samples={cfg.samples}: a group needs 2 completions, its mean is the baseline")
     if cfg.updates > cfg.prompts:
-        raise ValueError(f"--updates={cfg.updates} is more than --prompts={cfg.prompts}: each update needs a problem")
+        raise ValueError(f"--updates={cfg.updates}, --prompts={cfg.prompts}: each update needs a problem")
     if not cfg.temperature > 0:
         raise ValueError(f"--temperature={cfg.temperature}: training samples need a temperature above 0")
     if cfg.tis and cfg.precision != "fp8-rollout":
-        raise ValueError(f"--tis={cfg.tis} corrects the gap of --precision=fp8-rollout, not of {cfg.precision}")
+        raise ValueError(f"--tis={cfg.tis} weighs the gap of --precision=fp8-rollout, not of {cfg.precision}")
     files = cfg.data.split(",")
     if cfg.task == "jsonl" and not (1 <= len(files) <= 2 and all(files)):
-        raise ValueError(f"--task=jsonl needs --data=TRAIN.jsonl,HELDOUT.jsonl, not '{cfg.data}' (GSM8K: {grpo.GSM8K})")
+        raise ValueError(f"--task=jsonl needs --data=TRAIN.jsonl,HELDOUT.jsonl, not '{cfg.data}'\n"
+                         f"(GSM8K: {grpo.GSM8K})")
     if cfg.task != "jsonl" and cfg.data:
         raise ValueError(f"--data={cfg.data} is read by --task=jsonl, not by --task={cfg.task}")
     if cfg.wandb and importlib.util.find_spec("wandb") is None:
-        raise ValueError("--wandb needs the package wandb: pip install wandb, or leave it out (log.jsonl has all)")
+        raise ValueError("--wandb needs the package wandb: pip install wandb (log.jsonl has it all too)")
 
 
-# ---- packing ----------------------------------------------------------------------------------------------------
+# ---- packing -------------------------------------------------------------------------------------
 
 
 def micro_batches(sequences, budget):
-    """Split (prompt ids, completion ids) pairs, in order, into runs of at most `budget` tokens (one sequence at least)."""
+    """Split (prompt ids, completion ids) pairs, in order, into runs of up to `budget` tokens (or 1 pair)."""
     batch, used = [], 0
     for sequence in sequences:
         size = len(sequence[0]) + len(sequence[1]) - 1
@@ -206,7 +213,7 @@ def score(model, sequences, inv_temp):
     return token_logprobs(hidden, model.head, torch.tensor(targets, device=device), inv_temp)
 
 
-# ---- the run ----------------------------------------------------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------
 
 
 class Run:
@@ -230,9 +237,10 @@ class Run:
         self.prepare_folder()
         self.model = Transformer(config, cfg.precision, self.device, seed=None)
         self.model.recompute = cfg.recompute
-        # The file, or the generator of random weights, is read twice: once for what the forward pass reads, once for
+        # The file, or the generator of random weights, is read twice: for what the forward pass reads and for
         # the FP32 masters. The model alone never holds more than its own precision.
-        first = lambda: (model_file.read_tensors(folder, config) if cfg.model else self.model.random_tensors(cfg.seed))
+        first = lambda: (model_file.read_tensors(folder, config) if cfg.model
+                         else self.model.random_tensors(cfg.seed))
         self.model.load(tensors or first())
         self.optimizer = fp8.AdamW(self.model.weights(), (cfg.beta1, cfg.beta2), 1e-8, cfg.weight_decay,
                                    decay=lambda name: not name.endswith(("norm", "bias")))
@@ -242,47 +250,49 @@ class Run:
         self.one = torch.ones(1, device=self.device)
         self.reference = None
         hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) == (9, 0)
-        self.exact = cfg.exact or ("stop" if cfg.precision == "fp8" and (hopper or self.device.type == "cpu") else "warn")
+        promised = cfg.precision == "fp8" and (hopper or self.device.type == "cpu")
+        self.exact = cfg.exact or ("stop" if promised else "warn")
 
     # ---- problems and sequences
 
     def encode_prompt(self, example):
-        """Ids of a problem: through the chat template if there is one (a base model has none), else as plain text."""
+        """Ids of a problem: by the chat template, or as plain text where there is none (a base model)."""
         if self.tokenizer.template is not None:
             return self.tokenizer.chat([{"role": "user", "content": example.prompt}])
         return self.tokenizer.encode(example.prompt, parse_special=False)
 
     def fit(self, config):
-        """Leave out problems whose completion may not fit the context: said now, never cut in silence later."""
+        """Leave out problems whose completion may not fit the context: said now, not cut in silence later."""
         cfg, most, ids = self.cfg, config.max_position_embeddings, config.vocab_size
         encode = lambda text: self.tokenizer.encode(text or "", parse_special=False)
 
         def fits(example):
             prompt = self.encode_prompt(example)
             if max(prompt, default=0) >= ids:
-                raise ValueError(f"{cfg.model}: tokenizer.json makes id {max(prompt)} of {example.prompt[:60]!r}, by "
-                                 f"config.json the model has {ids} ids: the two files do not match")
+                raise ValueError(f"{cfg.model}: tokenizer.json makes id {max(prompt)} of "
+                                 f"{example.prompt[:60]!r}, by config.json there are {ids}: no match")
             solution = len(encode(example.solution)) + 1 if cfg.sft_steps else 0
             return len(prompt) + max(cfg.max_new_tokens, solution) <= most
 
         if not self.tokenizer.eos_ids:
-            raise ValueError(f"{cfg.model}: no file names an end-of-text id, so that no completion would end: put "
+            raise ValueError(f"{cfg.model}: no file names an end-of-text id, so no completion would end: put "
                              "eos_token_id into generation_config.json")
-        rows = getattr(self.task, "rows", self.task.heldout)    # generated ones are drawn: the held-out stand in
+        rows = getattr(self.task, "rows", self.task.heldout)    # generated ones are drawn: held-out stand in
         if cfg.sft_steps and (bare := [e for e in rows if e.solution is None]):
-            raise ValueError(f"--sft-steps={cfg.sft_steps} learns from solutions, and {len(bare)} of {len(rows)} answers "
-                             f"in {cfg.data} have none before their last line '#### ...': --sft-steps=0")
+            raise ValueError(f"--sft-steps={cfg.sft_steps} learns from solutions: {len(bare)} of {len(rows)} "
+                             f"answers in {cfg.data} have none before a last line '#### ...': --sft-steps=0")
         dropped = [0, 0]
         for i, examples in enumerate((rows, self.task.heldout)):
             before, examples[:] = len(examples), [e for e in examples if fits(e)]
             dropped[i] = before - len(examples)
-        what = f"a prompt and {'its solution or ' if cfg.sft_steps else ''}--max-new-tokens={cfg.max_new_tokens}"
+        solution = "its solution or " if cfg.sft_steps else ""
+        what = f"a prompt and {solution}--max-new-tokens={cfg.max_new_tokens}"
         if not rows or not self.task.heldout or rows is self.task.heldout and dropped[0]:
-            raise ValueError(f"{what} do not fit the {most} tokens that the model takes: lower --max-new-tokens, "
+            raise ValueError(f"{what} do not fit the {most} tokens of the model: lower --max-new-tokens, "
                              f"or give {'shorter problems' if cfg.data else 'a lower --difficulty'}")
         if any(dropped):
-            print(f"note: {dropped[0]} training and {dropped[1]} held-out problems are left out: {what} would pass "
-                  f"the {most} tokens that the model takes; {len(rows)} and {len(self.task.heldout)} remain")
+            print(f"note: {dropped[0]} training and {dropped[1]} held-out problems are left out, as {what} "
+                  f"pass the {most} tokens of the model; {len(rows)} and {len(self.task.heldout)} remain")
 
     def problems(self, first, count):
         """`count` training examples from a running number on, in an order that depends on the seed alone."""
@@ -291,21 +301,22 @@ class Run:
     # ---- phases
 
     def rollout(self, examples):
-        """Sample a group for each example. Noise is keyed by the running number of the completion, so every step is fresh."""
+        """Sample a group for each example. Its running number keys a completion's noise."""
         cfg, first = self.cfg, self.step * self.cfg.prompts * self.cfg.samples
-        return self.sampler.generate([self.encode_prompt(e) for e in examples], cfg.samples, cfg.max_new_tokens,
-                                     cfg.temperature, cfg.seed, self.tokenizer.eos_ids,
-                                     keys=range(first, first + cfg.prompts * cfg.samples))
+        return self.sampler.generate(
+            [self.encode_prompt(e) for e in examples], cfg.samples, cfg.max_new_tokens, cfg.temperature,
+            cfg.seed, self.tokenizer.eos_ids, keys=range(first, first + cfg.prompts * cfg.samples))
 
     def learning_rate(self, step, peak, steps):
-        return peak * min(1.0, (step + 1) / max(1, self.cfg.warmup)) * (1.0 - self.cfg.decay * step / max(1, steps))
+        warm = min(1.0, (step + 1) / max(1, self.cfg.warmup))
+        return peak * warm * (1.0 - self.cfg.decay * step / max(1, steps))
 
     def supervised_step(self, step):
         """One AdamW step on the mean -log p of worked solutions."""
         cfg = self.cfg
         examples = self.problems(step * cfg.sft_batch, cfg.sft_batch)
-        pairs = [(self.encode_prompt(e), self.tokenizer.encode(e.solution, parse_special=False) + self.tokenizer.eos_ids[:1])
-                 for e in examples]
+        encode, eos = self.tokenizer.encode, self.tokenizer.eos_ids[:1]
+        pairs = [(self.encode_prompt(e), encode(e.solution, parse_special=False) + eos) for e in examples]
         total = sum(len(completion) for _, completion in pairs)
         loss_sum = torch.zeros((), device=self.device)
         for batch in micro_batches(pairs, cfg.micro_tokens):
@@ -320,8 +331,8 @@ class Run:
     def old_logprobs(self, batch):
         """The denominator of the ratio for one update's batch, (N,), or None for the trainer's own, detached.
 
-        In `fp8` the sampler's log-probs are the trainer's, so they are the old ones and no pass recomputes them. The
-        other precisions need a pass when the policy moves before the last update.
+        In `fp8` the sampler's log-probs are the trainer's: they are the old ones and no pass recomputes them.
+        The other precisions need a pass when the policy moves before the last update.
         """
         if self.cfg.precision == "fp8":
             return batch["sampler"]
@@ -337,7 +348,7 @@ class Run:
     def update(self, batch, metrics):
         """One optimizer update. The loss is divided by the token count of the whole update, known beforehand.
 
-        -> the trainer's log-probs (N,) before the update, gradient norm and finite flag, all still on the device.
+        -> the trainer's log-probs (N,) before the update, gradient norm and finite flag, still on the device.
         """
         cfg, at = self.cfg, 0
         seen = [torch.empty(0, device=self.device)]
@@ -358,15 +369,16 @@ class Run:
         return torch.cat(seen), norm, finite
 
     def update_batches(self, prompts, rollout, advantages):
-        """Split a rollout into `updates` batches of whole groups; each a dict of sequences and per-token tensors (N,)."""
+        """A rollout as `updates` batches of whole groups: dicts of sequences and per-token tensors (N,)."""
         cfg, n, batches = self.cfg, self.cfg.samples, []
         for u in range(cfg.updates):
             index = [i * n + j for i in range(u, cfg.prompts, cfg.updates) for j in range(n)
                      if not (cfg.drop_truncated and rollout.finish[i * n + j] == "length")]
             lengths = torch.tensor([len(rollout.tokens[i]) for i in index], dtype=torch.int64)
+            sampler = torch.cat([torch.empty(0)] + [rollout.logprobs[i] for i in index])
             batch = {"sequences": [(prompts[i // n], rollout.tokens[i]) for i in index], "index": index,
-                     "sampler": torch.cat([torch.empty(0)] + [rollout.logprobs[i] for i in index]).to(self.device),
-                     "advantages": advantages[index].repeat_interleave(lengths).to(self.device)}   # one a token
+                     "sampler": sampler.to(self.device),
+                     "advantages": advantages[index].repeat_interleave(lengths).to(self.device)}
             batch["old"] = self.old_logprobs(batch)
             if cfg.kl:
                 batch["ref"] = torch.cat(self.no_grad_scores(self.reference_model(), batch["sequences"]))
@@ -394,22 +406,24 @@ class Run:
             at -= len(batch["sequences"][sequence][1])
             sequence += 1
         prompt = len(batch["sequences"][sequence][0])
-        text = f"log-probs differ first at sequence {batch['index'][sequence]}, position {prompt + at}: {values}"
+        where = f"sequence {batch['index'][sequence]}, position {prompt + at}"
+        text = f"log-probs differ first at {where}: {values}"
         if self.exact == "stop":
-            raise RuntimeError(f"step {self.step}: {text}. The exact flow is broken; --exact=warn trains on regardless")
+            raise RuntimeError(f"step {self.step}: {text}.\nThe exact flow is broken; --exact=warn goes on")
         self.warned = True
         print(f"note: {text} (expected in {self.cfg.precision}; said once, the dlogp columns go on)")
 
     def evaluate(self, when):
         """Greedy accuracy on held-out problems, printed and logged."""
         examples, t0 = self.task.heldout, time.time()
-        rollout = self.sampler.generate([self.encode_prompt(e) for e in examples], 1, self.cfg.max_new_tokens, 0.0,
-                                        self.cfg.seed, self.tokenizer.eos_ids)
+        rollout = self.sampler.generate([self.encode_prompt(e) for e in examples], 1, self.cfg.max_new_tokens,
+                                        temperature=0.0, stop=self.tokenizer.eos_ids)
         right = [e.reward(self.text(tokens)) for e, tokens in zip(examples, rollout.tokens)]
         accuracy = sum(right) / len(right)
-        print(f"held-out accuracy {when}: {accuracy:.1%} of {len(right)} problems, greedy ({time.time() - t0:.1f} s)")
+        seconds = time.time() - t0
+        print(f"held-out accuracy {when}: {accuracy:.1%} of {len(right)} problems, greedy ({seconds:.1f} s)")
         self.log({"kind": "eval", "step": self.step, "accuracy": accuracy, "problems": len(right),
-                  "truncated": rollout.finish.count("length") / len(right), "seconds": time.time() - t0})
+                  "truncated": rollout.finish.count("length") / len(right), "seconds": seconds})
         return accuracy
 
     def text(self, ids):
@@ -421,14 +435,13 @@ class Run:
         """The run folder, writable, and a copy of the sources as they run."""
         cfg = self.cfg
         if os.path.isdir(cfg.out) and checkpoints(cfg.out) and not cfg.resume:
-            raise ValueError(f"--out={cfg.out} holds checkpoints of a run: add --resume to go on, or give another folder")
+            raise ValueError(f"--out={cfg.out} holds checkpoints: add --resume, or give another folder")
         self.tell_changes(os.path.join(cfg.out, "config.json"))
         os.makedirs(os.path.join(cfg.out, "source"), exist_ok=True)
         here = os.path.dirname(os.path.abspath(__file__))
         for name in ("model.py", "fp8.py", "rollout.py", "grpo.py", "train.py"):
             shutil.copy(os.path.join(here, name), os.path.join(cfg.out, "source", name))
-        with open(os.path.join(cfg.out, "config.json"), "w", encoding="utf-8") as f:
-            json.dump(dataclasses.asdict(cfg), f, indent=1)
+        write_json(os.path.join(cfg.out, "config.json"), dataclasses.asdict(cfg))
 
     def tell_changes(self, path):
         """A resumed run takes its flags from the command line: what differs from the run before is said."""
@@ -442,7 +455,8 @@ class Run:
             print(f"note: the run in {self.cfg.out} goes on with other flags: {', '.join(changed)}")
 
     def log(self, record):
-        """One JSON object a line. ASCII only, so that no odd text of a model can break a line."""
+        """One JSON object a line, in ASCII, so no odd text can break it; NaN and Inf become null."""
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with open(os.path.join(self.cfg.out, "log.jsonl"), "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
         if self.cfg.wandb:
@@ -454,31 +468,31 @@ class Run:
     def save(self):
         """A checkpoint: the policy as a Hugging Face folder, optimizer.safetensors and state.json beside it.
 
-        Everything is written into a folder of another name first; the rename makes it a checkpoint, whole or not at all.
+        All is written into a folder of another name; the rename makes it a checkpoint, whole or not at all.
         """
         folder = os.path.join(self.cfg.out, f"step-{self.step:06d}")
         if os.path.isdir(folder):
             return folder
         if not all(master.isfinite().all() for master in self.optimizer.master.values()):
-            raise RuntimeError("the weights are not finite: they are not saved, the checkpoint before stays; lower --lr")
+            raise RuntimeError("the weights are not finite, the last checkpoint stays: lower --lr")
         part = os.path.join(self.cfg.out, ".saving")
         shutil.rmtree(part, ignore_errors=True)
         self.model.save_pretrained(part, self.optimizer.master.items())
         self.tokenizer.save(part)
         save_file(self.optimizer.state(), os.path.join(part, "optimizer.safetensors"))
-        with open(os.path.join(part, "state.json"), "w", encoding="utf-8") as f:
-            json.dump({"step": self.step, "skipped": self.skipped, "silent": self.silent}, f)
+        write_json(os.path.join(part, "state.json"),
+                   {"step": self.step, "skipped": self.skipped, "silent": self.silent})
         os.rename(part, folder)
         for old in checkpoints(self.cfg.out)[:-self.cfg.keep]:
             shutil.rmtree(os.path.join(self.cfg.out, old))
         return folder
 
     def restore(self):
-        """Go on from the newest checkpoint, if there is one: same weights, moments, counters, and so the same bits."""
+        """Go on from the newest checkpoint, if any: same weights, moments and counters, so the same bits."""
         found = checkpoints(self.cfg.out) if self.cfg.resume else []
         path = os.path.join(self.cfg.out, "log.jsonl")
         if not found:
-            open(path, "w").close()                  # lines of a start that was killed before its first checkpoint
+            open(path, "w").close()          # lines of a start that was killed before its first checkpoint
             return False
         folder = os.path.join(self.cfg.out, found[-1])
         try:
@@ -487,9 +501,9 @@ class Run:
                 state = json.load(f)
             self.step, self.skipped, self.silent = state["step"], state["skipped"], state["silent"]
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise ValueError(f"{folder} is damaged ({error!r}): remove it, and --resume takes the one before") from None
+            raise ValueError(f"{folder} is damaged ({error!r}): remove it to resume the one before") from None
         self.optimizer.load_state(tensors)
-        with open(path, encoding="utf-8") as f:      # lines of steps that the checkpoint does not know are run again
+        with open(path, encoding="utf-8") as f:  # steps that the checkpoint does not know are run again
             lines = [line for line in f if line.endswith("\n") and self.known(json.loads(line))]
         with open(path + ".part", "w", encoding="utf-8") as f:
             f.writelines(lines)
@@ -498,9 +512,17 @@ class Run:
         return True
 
     def known(self, record):
-        """Whether the checkpoint holds a line's work. A finished run evaluates again: its last evaluation is not kept."""
+        """Whether the checkpoint holds a line's work. A finished run evaluates again: that line goes."""
         last = 0 < record["step"] == self.cfg.steps
-        return record["step"] < self.step or record["kind"] != "step" and record["step"] == self.step and not last
+        step = record["step"]
+        return step < self.step or record["kind"] != "step" and step == self.step and not last
+
+
+def write_json(path, value):
+    """Write or replace a file, whole or not at all."""
+    with open(path + ".part", "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=1)
+    os.replace(path + ".part", path)
 
 
 def checkpoints(folder):
@@ -512,49 +534,57 @@ SMALL_CONTEXT = 16384     # positions of the small model: traces of thousands of
 
 
 def make_task(cfg):
-    first = {"jsonl": cfg.data.split(","), "sum": (cfg.difficulty, cfg.digits)}.get(cfg.task, (cfg.difficulty,))
-    return grpo.TASKS[cfg.task](*first, seed=cfg.seed, heldout=cfg.eval_problems)
+    args = {"jsonl": cfg.data.split(","), "sum": (cfg.difficulty, cfg.digits), "countdown": (cfg.difficulty,)}
+    return grpo.TASKS[cfg.task](*args[cfg.task], seed=cfg.seed, heldout=cfg.eval_problems)
 
 
 def small_config(cfg, tokenizer):
-    """A Qwen3 of the asked size, whose vocabulary is the tokenizer's; long enough for a prompt and its completion."""
+    """A Qwen3 of the asked size, whose vocabulary is the tokenizer's."""
     return model_file.Config(
-        model_type="qwen3", vocab_size=tokenizer.vocab_size, hidden_size=cfg.width, intermediate_size=3 * cfg.width,
-        num_hidden_layers=cfg.layers, num_attention_heads=max(1, cfg.width // 64),
+        model_type="qwen3", vocab_size=tokenizer.vocab_size, hidden_size=cfg.width,
+        intermediate_size=3 * cfg.width, num_hidden_layers=cfg.layers,
+        num_attention_heads=max(1, cfg.width // 64),
         num_key_value_heads=max(1, cfg.width // 128), head_dim=64, max_position_embeddings=SMALL_CONTEXT,
         rope_theta=10000.0, tie_word_embeddings=True, eos_token_id=tokenizer.eos_ids)
 
 
-# ---- what a person sees -----------------------------------------------------------------------------------------
+# ---- what a person sees --------------------------------------------------------------------------
 
-COLUMNS = " step  reward  solved  length |   mean |d|    max |d| | grad norm  entropy      loss |  roll s   tok/s | train s   tok/s |    GiB"
+COLUMNS = (" step  reward  solved  length |   mean |d|    max |d| | grad norm  entropy      loss "
+           "|  roll s   tok/s | train s   tok/s |    GiB")
+
+
+def step_line(r):
+    """A record of the log under COLUMNS. |d| is the gap between the log-probs of sampler and trainer."""
+    return (f"{r['step']:5d} {r['reward']:7.3f} {r['solved']:7.1%} {r['length']:7.1f} | "
+            f"{r['mean_dlogp']:10.2e} {r['max_dlogp']:10.2e} | "
+            f"{r['grad_norm']:9.3f} {r['entropy']:8.3f} {r['loss']:9.2e} | "
+            f"{r['t_rollout_s']:7.2f} {r['rollout_tok_per_s']:7.0f} | "
+            f"{r['t_train_s']:7.2f} {r['train_tok_per_s']:7.0f} | {r['mem_gib']:6.1f}")
 
 
 def header(run):
     """What runs, on what, and what it needs: the first lines of every log."""
     cfg, c = run.cfg, run.model.config
+    here = os.path.dirname(os.path.abspath(__file__))
+    git = ["git", "-C", here, "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     cuda = run.device.type == "cuda"
     name = torch.cuda.get_device_name(run.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
-                            cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip() if shutil.which("git") else ""
-    version = fp8.triton.__version__ if fp8.triton else "absent"
-    print(f"{name} | torch {torch.__version__}, triton {version}, Python {platform.python_version()} | commit {commit or '-'}")
+    triton = fp8.triton.__version__ if fp8.triton else "absent"
+    print(f"{name} | torch {torch.__version__}, triton {triton}, Python {platform.python_version()} | "
+          f"commit {commit or '-'}")
     if not cuda:
         print(f"{'--device=cpu' if torch.cuda.is_available() else 'no CUDA device found'}: "
-              f"{cfg.model or 'a toy size'} runs on the CPU, FP8 by its reference in plain torch: exact, and slow")
+              f"{cfg.model or 'a toy size'} runs on the CPU, FP8 by its torch reference: exact, and slow")
     count = sum(w.shape.numel() for w in run.model.weights().values())
-    print(f"{c.model_type}, {count / 1e6:.1f}M parameters, {c.num_hidden_layers} layers of {c.hidden_size}, vocabulary "
-          f"{c.vocab_size} | precision {cfg.precision}, exact={run.exact} | run folder {cfg.out}")
-    print(f"weights {sum(b.numel() * b.element_size() for b in run.model.buffers()) / 2**30:.2f} GiB, FP32 masters, moments "
-          f"and gradients {16 * count / 2**30:.2f} GiB, head scratch "
-          f"{1024 * c.vocab_size * 10 / 2**30:.2f} GiB; the sampler's pages come on top")
+    print(f"{c.model_type}, {count / 1e6:.1f}M parameters, {c.num_hidden_layers} layers of {c.hidden_size}, "
+          f"vocabulary {c.vocab_size} | precision {cfg.precision}, exact={run.exact} | run folder {cfg.out}")
+    weights = sum(b.numel() * b.element_size() for b in run.model.buffers())
+    print(f"memory: weights {weights / 2**30:.2f} GiB, FP32 masters, moments and gradients "
+          f"{16 * count / 2**30:.2f} GiB, head scratch {1024 * c.vocab_size * 10 / 2**30:.2f} GiB; "
+          "activations and the sampler's pages come on top")
     print(" ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v not in ("", None, False)))
-
-
-def step_line(r):
-    return (f"{r['step']:5d} {r['reward']:7.3f} {r['solved']:7.1%} {r['length']:7.1f} | {r['mean_dlogp']:10.2e} "
-            f"{r['max_dlogp']:10.2e} | {r['grad_norm']:9.3f} {r['entropy']:8.3f} {r['loss']:9.2e} | {r['t_rollout_s']:7.2f} "
-            f"{r['rollout_tok_per_s']:7.0f} | {r['t_train_s']:7.2f} {r['train_tok_per_s']:7.0f} | {r['mem_gib']:6.1f}")
 
 
 def supervised(run):
@@ -606,7 +636,7 @@ def grpo_step(run):
 
 
 def record(run, rollout, rewards, batches, means, results, clock):
-    """The record of a step in the log: per-token means over all its updates, and what the rollout and the clock say."""
+    """A step for the log: per-token means over all its updates, and what the rollout and the clock say."""
     cfg, (t0, t1, t2) = run.cfg, clock
     lengths = [len(tokens) for tokens in rollout.tokens]
     groups = rewards.view(-1, cfg.samples)
@@ -615,11 +645,13 @@ def record(run, rollout, rewards, batches, means, results, clock):
     run.skipped, run.bad = run.skipped + skipped, run.bad + 1 if skipped else 0
     trained = sum(len(prompt) + len(completion) - 1 for b in batches for prompt, completion in b["sequences"])
     mem = torch.cuda.max_memory_allocated(run.device) / 2**30 if run.device.type == "cuda" else 0.0
-    return {"kind": "step", "step": run.step, "reward": rewards.mean().item(), "solved": (best > 0).float().mean().item(),
+    return {"kind": "step", "step": run.step, "reward": rewards.mean().item(),
+            "solved": (best > 0).float().mean().item(),
             "equal_groups": (best == worst).float().mean().item(), "length": sum(lengths) / len(lengths),
             "length_max": max(lengths), "truncated": rollout.finish.count("length") / len(lengths),
             # Means over no tokens, if all completions were dropped: every line has the same keys.
-            **dict.fromkeys(["clipped_low", "clipped_high", "ratio", "entropy", "loss"] + ["kl"] * bool(cfg.kl), 0.0),
+            **dict.fromkeys(["clipped_low", "clipped_high", "ratio", "entropy", "loss"], 0.0),
+            **({"kl": 0.0} if cfg.kl else {}),
             **{name: float(value) for name, value in means.items()},
             "grad_norm": results[-1][0].item(), "skipped": run.skipped, "tokens": sum(lengths),
             "lr": run.learning_rate(run.step, cfg.lr, cfg.steps),
@@ -632,19 +664,19 @@ def watch(run, r):
     run.silent = run.silent + 1 if r["equal_groups"] == 1.0 else 0
     if run.silent in (3, 30, 300):
         print(f"warning: for {run.silent} steps every group had equal rewards, so there was no gradient "
-              f"(truncated {r['truncated']:.0%}: try --max-new-tokens, an easier task, or a longer supervised phase)")
+              f"(truncated {r['truncated']:.0%}: try --max-new-tokens, an easier task, or more --sft-steps)")
     if run.cfg.drop_truncated and r["truncated"] == 1.0:
-        print(f"warning: in step {r['step']} every completion reached --max-new-tokens={run.cfg.max_new_tokens} and was "
-              "dropped, so there was no gradient")
+        print(f"warning: in step {r['step']} every completion reached --max-new-tokens="
+              f"{run.cfg.max_new_tokens} and was dropped, so there was no gradient")
     if run.bad:
-        print(f"warning: step {r['step']} had a non-finite gradient, its update was skipped ({r['skipped']} so far)")
+        print(f"warning: step {r['step']} had a non-finite gradient and was skipped ({r['skipped']} so far)")
     if run.bad == 5:
-        raise RuntimeError("5 steps in a row had a non-finite gradient and changed nothing: lower --lr, or go on from an "
-                           "older checkpoint; --debug and --precision=bf16 help to find the cause")
+        raise RuntimeError("5 steps in a row had a non-finite gradient and changed nothing: lower --lr, or "
+                           "go on from an older checkpoint; --debug and --precision=bf16 help to find the cause")
 
 
 def on_interrupt():
-    """From now on the first Ctrl-C fills the list returned, so that the step is finished and saved; the second stops."""
+    """From now on the first Ctrl-C fills the list: the step is finished and saved; the second stops."""
     pressed = []
 
     def handler(signum, frame):
@@ -685,7 +717,8 @@ def main(argv=None):
         if cfg.save_every and run.step % cfg.save_every == 0:
             run.save()
     if interrupted:
-        return print(f"interrupted after {run.step} steps, saved {run.save()}: --out={cfg.out} --resume goes on")
+        print(f"interrupted after {run.step} steps, saved {run.save()}: --out={cfg.out} --resume goes on")
+        return
     run.evaluate("at the end")
     print(f"saved {run.save()} | {time.time() - run.start_clock:.0f} s in all")
 
