@@ -1042,10 +1042,11 @@ class AdamW:
     def load_state(self, state):
         """Resume from state(): the weights, written from the masters, get the bits that they had."""
         mine = self.state()
-        wrong = sorted(mine.keys() ^ state.keys()) or [k for k, x in mine.items() if x.shape != state[k].shape]
+        wrong = sorted(mine.keys() ^ state.keys())
+        wrong = wrong or [k for k, x in mine.items() if x.shape != state[k].shape]
         if wrong:
-            raise ValueError(f"optimizer state: {wrong[:4]} on one side only, or of another shape: resume with the "
-                             "model that saved it")
+            raise ValueError(f"optimizer state: {wrong[:4]} on one side only, or of another shape: resume "
+                             "with the model that saved it")
         for key, tensor in mine.items():
             tensor.copy_(state[key])
         for name, w in self.weights.items():

@@ -255,8 +255,8 @@ class Sum(Generated):
     "12+34+56=", solved by running totals: "12+34=46", "46+56=102", "#### 102". `difficulty` counts the terms
     and sets the length of the solution: 4 terms take about 40 bytes, 100 about 1,260, 1,000 about 14,600.
 
-    A share of the solutions is hasty: an estimate from the terms rounded to tens, hardly ever right. A model that was
-    shown both ways does both, and GRPO has to find out that the long way pays.
+    A share of the solutions is hasty: an estimate from the terms rounded to tens, hardly ever right. A model
+    that was shown both ways does both, and GRPO has to find out that the long way pays.
     """
 
     HASTY = 0.6
@@ -496,7 +496,8 @@ def policy_loss(logp, old_logp, advantage, total_tokens, *, clip_low=0.2, clip_h
 def mismatch(sampler_logp, trainer_logp):
     """
     The gap between sampler and trainer on the same tokens, FP32 (T,) each, as 0-d device tensors: mean_dlogp,
-    max_dlogp, k3 (estimates KL(sampler || trainer)), differing (share of tokens whose bits differ), differing_tokens.
+    max_dlogp, k3 (estimates KL(sampler || trainer)), differing (share of tokens whose bits differ) and
+    differing_tokens (their number).
     """
     differs = sampler_logp.view(torch.int32) != trainer_logp.view(torch.int32)  # bits: -0 is not 0
     gap, tokens = (sampler_logp - trainer_logp).abs(), max(len(differs), 1)

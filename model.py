@@ -477,13 +477,13 @@ def _read_rope(raw, where):
 
 
 def read_eos_ids(folder):
-    """Sorted union of the EOS ids in generation_config.json, config.json and tokenizer_config.json.
+    """EOS ids of tokenizer_config.json (the end of a turn), then those of generation_config.json and config.json.
 
     The three disagree in public checkpoints (a base model's document token, an instruct model's turn token),
     and a sampler that knows only one of them runs on past the end. Empty when no file names one: then nothing
     but the length limit stops a completion.
     """
-    folder, ids = Path(folder), set()
+    folder, ids, turn = Path(folder), set(), []
     for path in (folder / "generation_config.json", folder / "config.json"):
         value = _read_json(path).get("eos_token_id") if path.exists() else None
         for i in value if isinstance(value, list) else [value]:
@@ -498,10 +498,10 @@ def read_eos_ids(folder):
         raw = _read_json(folder / "tokenizer.json")
         try:
             known = raw["model"]["vocab"] | {t["content"]: t["id"] for t in raw.get("added_tokens") or []}
-            ids.add(known[token])
+            turn = [known[token]]            # what the chat template closes a turn with, so it comes first
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path}: eos_token {token!r} is not in tokenizer.json ({error!r})") from None
-    return sorted(ids)
+    return turn + sorted(ids.difference(turn))
 
 
 def _token_text(token):
@@ -519,7 +519,7 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 def tensor_map(config):
     """{our name: [(Hugging Face name, shape), ...]}: the one place that fuses and splits. Parts of a fused
     matrix lie one after the other along its rows (the first axis)."""
-    C, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+    C, width, D = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
     parts = {"embedding": [("model.embed_tokens.weight", (config.vocab_size, C))]}
     for i in range(config.num_hidden_layers):
@@ -534,8 +534,8 @@ def tensor_map(config):
             parts[ours + "k_norm"] = [(attn + "k_norm.weight", (D,))]
         parts[ours + "o"] = [(attn + "o_proj.weight", (C, q))]
         parts[ours + "post_norm"] = [(theirs + "post_attention_layernorm.weight", (C,))]
-        parts[ours + "gate_up"] = [(f"{mlp}{x}_proj.weight", (F, C)) for x in ("gate", "up")]
-        parts[ours + "down"] = [(mlp + "down_proj.weight", (C, F))]
+        parts[ours + "gate_up"] = [(f"{mlp}{x}_proj.weight", (width, C)) for x in ("gate", "up")]
+        parts[ours + "down"] = [(mlp + "down_proj.weight", (C, width))]
     parts["norm"] = [("model.norm.weight", (C,))]
     if not config.tie_word_embeddings:
         parts["head"] = [("lm_head.weight", (config.vocab_size, C))]
@@ -788,6 +788,8 @@ class Tokenizer:
         """files: {"tokenizer.json": object, "tokenizer_config.json": object, "chat_template.jinja": str}, the
         last two optional; `where` stands in messages for the path of the first."""
         self.files, self.eos_ids, self.where = files, list(eos_ids), where
+        # Some templates print the date: one day for all prompts of a run, also of one that is resumed later.
+        self.now = datetime.datetime.combine(datetime.date.today(), datetime.time())
         raw = files["tokenizer.json"]
         try:
             self._check(raw)
@@ -961,7 +963,7 @@ class Tokenizer:
         env.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
             value, ensure_ascii=ensure_ascii, **options)
         env.globals |= {"raise_exception": _raise_exception,
-                        "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
+                        "strftime_now": lambda form: self.now.strftime(form)}
         return env.from_string(self.template)
 
     def render(self, messages, thinking=None):
@@ -1097,7 +1099,7 @@ def _load_heads(at, qw_ptr, kw_ptr, eps, mask, is_q, D: tl.constexpr, NORM: tl.c
         w_lo = tl.where(is_q, tl.load(qw_ptr + i), tl.load(kw_ptr + i)).to(tl.float32)
         w_hi = tl.where(is_q, tl.load(qw_ptr + D // 2 + i), tl.load(kw_ptr + D // 2 + i)).to(tl.float32)
         square = tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(square / D + eps))[:, None]
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, D * 1.0) + eps))[:, None]
     return lo, hi, w_lo, w_hi, rstd
 
 
@@ -1171,7 +1173,7 @@ def _qk_norm_rope_backward_kernel(
             sum_lo += g_lo * lo
             sum_hi += g_hi * hi
             w_lo, w_hi = g_lo * w_lo, g_hi * w_hi
-            mean = ((tl.sum(w_lo * lo, 1) + tl.sum(w_hi * hi, 1)) / D)[:, None]
+            mean = tl.div_rn(tl.sum(w_lo * lo, 1) + tl.sum(w_hi * hi, 1), D * 1.0)[:, None]
             g_lo = tl.where(turned, rstd * (w_lo - lo * mean), g_lo)
             g_hi = tl.where(turned, rstd * (w_hi - hi * mean), g_hi)
         at = dqkv_ptr + t * (H + 2 * G) * D + head * D + i
@@ -1555,7 +1557,8 @@ def _attention_backward_gpu(do, q, k, v, o, lse, packing):
     (T, H, D), G, rows, n = q.shape, k.shape[1], packing.rows, len(packing.tiles)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     delta = torch.empty_like(lse)
-    _attention_delta_kernel[(triton.cdiv(T, 64), H)](do, o, delta, T, H, D, 64, num_warps=4)
+    _attention_delta_kernel[(triton.cdiv(T, 64), H)](do, o, delta, T, H, D, 64, num_warps=4,
+                                                     enable_fp_fusion=False)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     # Sizes that spill nothing on sm_90 (compiled offline): two (keys, D) sums stay in registers beside k
     # and v.
@@ -1622,7 +1625,7 @@ def _write_pages_gpu(k, v, k_pages, v_pages, slots):
     T, G, D = k.shape
     if T:
         _write_pages_kernel[(T,)](k.contiguous(), v.contiguous(), k_pages, v_pages, slots, G,
-                                  triton.next_power_of_2(G), D, PAGE, num_warps=4)
+                                  triton.next_power_of_2(G), D, PAGE, num_warps=4, enable_fp_fusion=False)
 
 
 def write_pages(k, v, k_pages, v_pages, slots):

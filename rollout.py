@@ -44,6 +44,7 @@ STEPS_PER_LOOK = 8        # decode steps between two looks: a finished row idles
 PREFILL_TOKENS = 8192     # packed tokens of one prefill call; only a longer single sequence exceeds it
 GROWTH_PAGES = 2          # free pages left to each running sequence when another one is admitted
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512)   # rows of the graphs: a capture each, and idle rows cost little
+QUIET_SECONDS = 10        # shorter rollouts show no progress; also the time between two lines in a file
 MAX_SLOTS = {"cuda": 512, "cpu": 64}          # the CPU reference multiplies blocks of 64 rows, full or not
 
 
@@ -380,6 +381,8 @@ class Sampler:
         needs = sorted((pages_for(s.end) for s in sequences), reverse=True)
         width = max(-(-needs[0] // 16) * 16, self.width)     # some room: prompts differ from step to step
         slots = max(min(len(sequences), self.max_slots or MAX_SLOTS[self.device.type]), self.slots)
+        # A size that a captured graph has, so that the batch sizes of a run do not depend on its evaluations.
+        slots = self.max_slots or next((b for b in BUCKETS if b >= slots), slots)
         # What the largest `slots` sequences need at most, an eighth for larger ones to come, page 0, and the
         # last page of a shared prompt.
         pages = self.max_pages or sum(needs[:slots]) * 9 // 8 + 2
@@ -439,6 +442,11 @@ class Sampler:
             if line != self.told:                                      # once, not after every `release`
                 print(line, flush=True)
             self.told = line
+
+    @property
+    def gib(self):
+        """Memory that the pages hold."""
+        return (self.pool.capacity + 1) * self._page_bytes() / 2**30 if self.pool else 0.0
 
     def release(self):
         """Frees pages and graphs; the next `generate` builds them again.
@@ -501,9 +509,10 @@ class Sampler:
         return result
 
     def _progress(self, total, start):
-        """One line that rewrites itself on a terminal; a plain line every 10 s where the output is a file."""
+        """For long rollouts: a line that rewrites itself on a terminal, plain ones where output is a file."""
         now, terminal, last = time.perf_counter(), sys.stdout.isatty(), not (self.queue or self.active)
-        if now - self.shown > (0.2 if terminal else 10.0) or (last and terminal):
+        due = now - self.shown > (0.2 if terminal else QUIET_SECONDS) or last and terminal
+        if now - start > QUIET_SECONDS and due:
             self.shown = now
             line = (f"rollout: {total - len(self.queue) - len(self.active):,} of {total:,} sequences, "
                     f"{self.stats.n_tokens:,} tokens, {self.stats.n_tokens / (now - start):,.0f} tok/s, "
@@ -562,20 +571,21 @@ def explain(error, lower):
         return f"error: out of GPU memory: lower {lower}\n{str(error).split('. ')[0]}"
     lines = str(error).strip().splitlines()[:2] or [""]
     if not isinstance(error, (ValueError, RuntimeError, OSError, ImportError, ArithmeticError)):
-        lines[0] = f"{type(error).__name__}: {lines[0]} (--debug shows where)"   # not foreseen: a fault of the code
+        lines[0] = f"{type(error).__name__}: {lines[0]} (--debug shows where)"   # a fault of the code
     return "error: " + "\n".join(lines)
 
 
 def talk(args):
     """Samples, prints the completions on stdout and everything else on stderr."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    folder = folder_from_name(args.model)                # all that can be wrong is found before weights are read
+    folder = folder_from_name(args.model)             # what can be wrong is found before weights are read
     config, tokenizer = Config.from_folder(folder), Tokenizer.from_pretrained(folder)
     if tokenizer.template is not None:
         ids = tokenizer.chat([{"role": "user", "content": args.prompt}], args.thinking)
     else:
         ids = tokenizer.encode(args.prompt)              # a base model continues the text
-    check_request(config, [ids], args.n, args.max_new_tokens, args.temperature, args.seed, tokenizer.eos_ids, None)
+    check_request(config, [ids], args.n, args.max_new_tokens, args.temperature, args.seed, tokenizer.eos_ids,
+                  None)
     if device == "cpu":
         print("on the CPU: the plain torch reference, exact and slow", file=sys.stderr)
     model = Transformer.from_pretrained(folder, precision=args.precision, device=device)

@@ -13,6 +13,7 @@ every token of each step's first update, and a difference stops the run.
 
 import argparse
 import dataclasses
+import datetime
 import difflib
 import importlib.util
 import json
@@ -71,7 +72,7 @@ class Config:
     temperature: float = opt(1.0, "of the training samples, in sampler and trainer alike")
     lr: float = opt(None, "peak learning rate of GRPO")
     warmup: int = opt(5, "steps over which the learning rate rises linearly")
-    decay: float = opt(0.0, "share of the learning rate that is lost, linearly, by the last step")
+    lr_decay: float = opt(0.0, "share of the learning rate that is lost, linearly, by the last step")
     weight_decay: float = opt(0.0, "AdamW's, on matrices")
     beta1: float = opt(0.9, "AdamW's decay of the first moment")
     beta2: float = opt(0.95, "AdamW's decay of the second moment")
@@ -164,8 +165,10 @@ def check(cfg):
         raise ValueError(f"--samples={cfg.samples}: a group needs 2 completions, its mean is the baseline")
     if cfg.updates > cfg.prompts:
         raise ValueError(f"--updates={cfg.updates}, --prompts={cfg.prompts}: each update needs a problem")
-    if not cfg.temperature > 0:
-        raise ValueError(f"--temperature={cfg.temperature}: training samples need a temperature above 0")
+    if cfg.temperature < 1e-6 or not cfg.grad_clip:
+        raise ValueError(f"--temperature={cfg.temperature}, --grad-clip={cfg.grad_clip}: both must be above 0")
+    if not 0 <= cfg.seed < 2**63:
+        raise ValueError(f"--seed={cfg.seed}: it must be a number of 0 to 2^63 - 1")
     if cfg.tis and cfg.precision != "fp8-rollout":
         raise ValueError(f"--tis={cfg.tis} weighs the gap of --precision=fp8-rollout, not of {cfg.precision}")
     files = cfg.data.split(",")
@@ -209,6 +212,7 @@ def score(model, sequences, inv_temp):
         rows += range(start + len(prompt) - 1, start + lengths[-1])
         start += lengths[-1]
     hidden = model(torch.tensor(tokens, device=device), lengths)                      # (T, C)
+    # By indexing, whose backward pass adds in a fixed order; that of index_select would use atomics.
     hidden = hidden[torch.tensor(rows, device=device)]                                # (N, C)
     return token_logprobs(hidden, model.head, torch.tensor(targets, device=device), inv_temp)
 
@@ -222,6 +226,8 @@ class Run:
     def __init__(self, cfg):
         self.cfg, self.step, self.skipped, self.bad, self.silent, self.warned = cfg, 0, 0, 0, 0, False
         self.device = torch.device(cfg.device)
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)     # kernels and graphs go to the current device
         self.task = make_task(cfg)
         self.start_clock = time.time()
         if cfg.model:
@@ -245,7 +251,7 @@ class Run:
         self.optimizer = fp8.AdamW(self.model.weights(), (cfg.beta1, cfg.beta2), 1e-8, cfg.weight_decay,
                                    decay=lambda name: not name.endswith(("norm", "bias")))
         self.optimizer.load(first())
-        self.sampler = Sampler(self.model)
+        self.sampler = Sampler(self.model, verbose=True)
         self.inv_temp = torch.tensor([1.0 / cfg.temperature], device=self.device)
         self.one = torch.ones(1, device=self.device)
         self.reference = None
@@ -300,19 +306,25 @@ class Run:
 
     # ---- phases
 
-    def rollout(self, examples):
-        """Sample a group for each example. Its running number keys a completion's noise."""
+    def rollout(self, prompts):
+        """Sample a group for each prompt. Its running number keys a completion's noise.
+
+        A pool of more than a quarter of the GPU is handed over to the update, for a new capture of the graphs.
+        """
         cfg, first = self.cfg, self.step * self.cfg.prompts * self.cfg.samples
-        return self.sampler.generate(
-            [self.encode_prompt(e) for e in examples], cfg.samples, cfg.max_new_tokens, cfg.temperature,
-            cfg.seed, self.tokenizer.eos_ids, keys=range(first, first + cfg.prompts * cfg.samples))
+        rollout = self.sampler.generate(
+            prompts, cfg.samples, cfg.max_new_tokens, cfg.temperature, cfg.seed, self.tokenizer.eos_ids,
+            keys=range(first, first + cfg.prompts * cfg.samples))
+        if self.device.type == "cuda" and self.sampler.gib > torch.cuda.mem_get_info(self.device)[1] / 2**32:
+            self.sampler.release()
+        return rollout
 
     def learning_rate(self, step, peak, steps):
         warm = min(1.0, (step + 1) / max(1, self.cfg.warmup))
-        return peak * warm * (1.0 - self.cfg.decay * step / max(1, steps))
+        return peak * warm * (1.0 - self.cfg.lr_decay * step / max(1, steps))
 
     def supervised_step(self, step):
-        """One AdamW step on the mean -log p of worked solutions."""
+        """One AdamW step on the mean -log p of solutions. -> loss and finite flag, both still on the device."""
         cfg = self.cfg
         examples = self.problems(step * cfg.sft_batch, cfg.sft_batch)
         encode, eos = self.tokenizer.encode, self.tokenizer.eos_ids[:1]
@@ -325,8 +337,7 @@ class Run:
             loss_sum += loss.detach()
         # The second half of the phase cools down linearly.
         lr = cfg.sft_lr * min(1.0, (step + 1) / 20, 2 * (1 - step / cfg.sft_steps))
-        self.optimizer.step(lr, cfg.grad_clip)
-        return loss_sum
+        return loss_sum, self.optimizer.step(lr, cfg.grad_clip)[1]
 
     def old_logprobs(self, batch):
         """The denominator of the ratio for one update's batch, (N,), or None for the trainer's own, detached.
@@ -365,6 +376,8 @@ class Run:
                 kl_coef=cfg.kl)
             loss.backward()
             metrics.add(logp.numel(), sums)
+        if not batch["sequences"]:                   # all dropped: nothing to learn, and momentum must not act
+            return seen[0], torch.zeros(()), torch.tensor(True)
         norm, finite = self.optimizer.step(self.learning_rate(self.step, cfg.lr, cfg.steps), cfg.grad_clip)
         return torch.cat(seen), norm, finite
 
@@ -386,7 +399,10 @@ class Run:
         return batches
 
     def reference_model(self):
-        """The policy that GRPO started from, loaded when the first KL term asks for it and never before."""
+        """The policy that GRPO started from, loaded when the first KL term asks for it and never before.
+
+        After a supervised phase it is that policy to BF16 rounding: the folder holds no FP32 masters.
+        """
         if self.reference is None:
             start = os.path.join(self.cfg.out, "start")
             folder = self.cfg.model if self.cfg.model and not self.cfg.sft_steps else start
@@ -481,7 +497,8 @@ class Run:
         self.tokenizer.save(part)
         save_file(self.optimizer.state(), os.path.join(part, "optimizer.safetensors"))
         write_json(os.path.join(part, "state.json"),
-                   {"step": self.step, "skipped": self.skipped, "silent": self.silent})
+                   {"step": self.step, "skipped": self.skipped, "silent": self.silent,
+                    "now": self.tokenizer.now.isoformat()})       # chat templates may print the date
         os.rename(part, folder)
         for old in checkpoints(self.cfg.out)[:-self.cfg.keep]:
             shutil.rmtree(os.path.join(self.cfg.out, old))
@@ -494,12 +511,14 @@ class Run:
         if not found:
             open(path, "w").close()          # lines of a start that was killed before its first checkpoint
             return False
+        open(path, "a").close()              # a lost log is no reason not to go on
         folder = os.path.join(self.cfg.out, found[-1])
         try:
             tensors = load_file(os.path.join(folder, "optimizer.safetensors"))
             with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
                 state = json.load(f)
             self.step, self.skipped, self.silent = state["step"], state["skipped"], state["silent"]
+            self.tokenizer.now = datetime.datetime.fromisoformat(state["now"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ValueError(f"{folder} is damaged ({error!r}): remove it to resume the one before") from None
         self.optimizer.load_state(tensors)
@@ -539,12 +558,13 @@ def make_task(cfg):
 
 
 def small_config(cfg, tokenizer):
-    """A Qwen3 of the asked size, whose vocabulary is the tokenizer's."""
+    """A Qwen3 of the asked size, whose vocabulary is the tokenizer's: heads of 64, two queries a key if even."""
+    heads = max(1, cfg.width // 64)
     return model_file.Config(
         model_type="qwen3", vocab_size=tokenizer.vocab_size, hidden_size=cfg.width,
         intermediate_size=3 * cfg.width, num_hidden_layers=cfg.layers,
-        num_attention_heads=max(1, cfg.width // 64),
-        num_key_value_heads=max(1, cfg.width // 128), head_dim=64, max_position_embeddings=SMALL_CONTEXT,
+        num_attention_heads=heads, num_key_value_heads=heads if heads % 2 else heads // 2, head_dim=64,
+        max_position_embeddings=SMALL_CONTEXT,
         rope_theta=10000.0, tie_word_embeddings=True, eos_token_id=tokenizer.eos_ids)
 
 
@@ -584,17 +604,24 @@ def header(run):
     print(f"memory: weights {weights / 2**30:.2f} GiB, FP32 masters, moments and gradients "
           f"{16 * count / 2**30:.2f} GiB, head scratch {1024 * c.vocab_size * 10 / 2**30:.2f} GiB; "
           "activations and the sampler's pages come on top")
-    print(" ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v not in ("", None, False)))
+    print(" ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v != ""))
 
 
 def supervised(run):
     """The supervised phase: from random weights, or a base model, to one that sometimes earns a reward."""
     t0 = time.time()
+    bad = 0                     # since the last line; on the device, so that the host need not wait every step
     for step in range(run.cfg.sft_steps):
-        loss = run.supervised_step(step)
+        loss, finite = run.supervised_step(step)
+        bad = bad + (~finite).int()
         if step % max(1, run.cfg.sft_steps // 10) == 0 or step == run.cfg.sft_steps - 1:
             print(f"supervised {step:5d} | loss {loss.item():.4f} | {time.time() - t0:.1f} s")
             run.log({"kind": "supervised", "step": 0, "sft_step": step, "loss": loss.item()})
+            if bad:
+                print(f"warning: {int(bad)} supervised steps had a non-finite gradient and were skipped")
+            if bad > 4:
+                raise RuntimeError("the supervised phase does not get on: lower --sft-lr, or look at the weights")
+            bad = 0
 
 
 def grpo_step(run):
@@ -605,7 +632,8 @@ def grpo_step(run):
 
     # ---- rollout
     examples = run.problems(cfg.sft_steps * cfg.sft_batch + run.step * cfg.prompts, cfg.prompts)
-    rollout = run.rollout(examples)
+    prompts = [run.encode_prompt(e) for e in examples]
+    rollout = run.rollout(prompts)
     synchronize()
     t1 = time.time()
 
@@ -615,7 +643,6 @@ def grpo_step(run):
 
     # ---- advantage
     advantages = grpo.advantages(rewards, cfg.samples, cfg.normalize_std)
-    prompts = [run.encode_prompt(e) for e in examples]
     batches = run.update_batches(prompts, rollout, advantages)
 
     # ---- update
