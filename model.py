@@ -477,7 +477,7 @@ def _read_rope(raw, where):
 
 
 def read_eos_ids(folder):
-    """EOS ids of tokenizer_config.json (the end of a turn), then those of generation_config.json and config.json.
+    """EOS ids of tokenizer_config.json (the end of a turn), then of generation_config.json and config.json.
 
     The three disagree in public checkpoints (a base model's document token, an instruct model's turn token),
     and a sampler that knows only one of them runs on past the end. Empty when no file names one: then nothing

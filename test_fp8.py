@@ -2741,6 +2741,141 @@ def test_bare_machine(tmp_path):
     assert (tmp_path / "step-000001").exists()
 
 
+# ---- several ranks, under torchrun, with gloo on the CPU ---------------------------------------------------
+
+RANK = f"""
+import os, runpy, signal, sys, zlib
+sys.path.insert(0, {str(HERE)!r})
+import grpo, rollout
+grpo.Example.reward = lambda self, completion: float(zlib.crc32(completion.encode()) % 2)    # coin
+HOOK
+runpy.run_path({str(HERE / "train.py")!r}, run_name="__main__")
+"""
+SHORT = ["--sft-steps=0", "--prompts=5", "--samples=4", "--max-new-tokens=40", "--steps=1", "--warmup=0",
+         "--micro-tokens=256", "--seed=2"]      # a seed of unequal rewards and lengths
+
+
+def torchrun(count, out, *flags, hook=""):
+    script = Path(out).with_suffix(".py")
+    script.write_text(RANK.replace("HOOK", hook))
+    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                             f"--nproc-per-node={count}", script, *TINY, f"--out={out}", *flags],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def finished(process, seconds=120):
+    """-> exit status, stdout, stderr. A run that hangs is ended, with all its ranks, and fails the test."""
+    try:
+        return process.wait(seconds), *process.communicate()
+    finally:
+        process.terminate()     # torchrun ends its ranks; a no-op when it has ended
+
+
+@cpu_only
+@pytest.mark.parametrize("count, precision, limit", [(2, "fp8", 0.08), (3, "fp8", 0.08), (2, "bf16", 1e-5)])
+def test_ranks_sample_and_learn_what_one_process_does(tmp_path, paid, capsys, count, precision, limit):
+    """The same completions, printed sample and evaluation, nearly the same gradient; and all bits again.
+
+    Adam's first moment after one step is the gradient. Sequences are packed otherwise. In `fp8` the groups of
+    128 tokens that share a scale in a weight gradient are others: the limit is the quantization error. In
+    `bf16` what is rounded to BF16 belongs to one token, and sums over tokens are FP32: their order differs.
+    """
+    flags = [*SHORT, f"--precision={precision}"]
+    ranks = torchrun(count, tmp_path / "ranks", *flags)
+    again = torchrun(count, tmp_path / "again", *flags) if (count, precision) == (2, "fp8") else None
+    one, = run(tmp_path / "one", *flags)
+    sample = re.search("--- a completion .*", capsys.readouterr().out)[0]
+    status, text, errors = finished(ranks)
+    assert status == 0, errors
+    if again:
+        assert finished(again)[0] == 0
+        assert_same_run(tmp_path / "ranks", tmp_path / "again")
+    assert sample in text and f"{count} ranks" in text and text.count("saved") == 1
+    log = read_log(tmp_path / "ranks")
+    several, = [r for r in log if r["kind"] == "step"]
+    assert log[0] == read_log(tmp_path / "one")[0]
+    assert several.keys() == one.keys() and one["grad_norm"] > 0
+    same = "reward solved equal_groups length length_max truncated tokens ratio max_dlogp differing_tokens lr"
+    if precision == "fp8":
+        assert several["differing_tokens"] == several["max_dlogp"] == 0
+        assert all(several[name] == one[name] for name in same.split())
+    for name in ("entropy", "loss"):
+        assert several[name] == pytest.approx(one[name], rel=1e-9 if precision == "fp8" else 1e-3, abs=1e-9)
+    assert several["grad_norm"] == pytest.approx(one["grad_norm"], rel=limit)
+    a, b = (load_file(newest(tmp_path / name) / "optimizer.safetensors") for name in ("one", "ranks"))
+    for name in a:
+        if name.startswith(("m.", "master.")):
+            exact = name.endswith(("norm", "embedding")) and name.startswith("m.")     # no FP8 product
+            assert relative(b[name], a[name]) < (1e-5 if exact else limit), name
+
+
+@cpu_only
+def test_one_rank_goes_on_as_two_and_back(tmp_path, paid):
+    """With KL, old log-probs and updates of a sequence or two. An interrupt of rank 1 alone stops both."""
+    flags = [*SHORT, "--kl=0.1", "--updates=2", "--precision=bf16", "--drop-truncated", "--resume"]
+    out = tmp_path / "run"
+    run(out, *flags)
+    hook = ("if os.environ['RANK'] == '1':\n"
+            "    advantages = grpo.advantages\n"
+            "    grpo.advantages = lambda *a: (os.kill(os.getpid(), signal.SIGINT), advantages(*a))[1]")
+    status, text, errors = finished(torchrun(2, out, *flags, "--steps=9", hook=hook))
+    assert status == 0, errors
+    assert "resumed from" in text and "interrupted after 2 steps, saved" in text
+    steps = run(out, *flags, "--steps=3")
+    assert [r["step"] for r in steps] == [0, 1, 2] and [r["skipped"] for r in steps] == [0, 0, 0]
+
+
+@cpu_only
+def test_a_rank_that_fails_ends_the_run(tmp_path, paid):
+    """A wrong bit in what rank 1 sampled first, a completion of the second problem: one message, no hang.
+
+    Before that, supervised steps of one solution, so that a rank has nothing to do: the bits of one process.
+    """
+    hook = ("if os.environ['RANK'] == '1':\n"
+            "    generate = rollout.Sampler.generate\n"
+            "    def disturbed(*args, **options):\n"
+            "        result = generate(*args, **options)\n"
+            "        result.logprobs[0][0] += 1\n"
+            "        return result\n"
+            "    rollout.Sampler.generate = disturbed")
+    start = time.time()
+    flags = [*SHORT, "--sft-steps=2", "--sft-batch=1", "--steps=0"]
+    run(tmp_path / "one", *flags)
+    status, _, errors = finished(torchrun(2, tmp_path / "run", *flags, "--steps=1", hook=hook))
+    assert status != 0 and time.time() - start < 60
+    log = read_log(tmp_path / "run")
+    assert len(log) == 4 and log == read_log(tmp_path / "one")[:4]
+    assert re.findall("rank .: error.*", errors) == re.findall(
+        r"rank \d: error: step 0: log-probs differ first at sequence 4, position \d+: .*", errors) != []
+
+
+def test_work_is_dealt_out_by_tokens():
+    rng = random.Random(0)
+    for count in (1, 2, 3, 8):
+        sizes = [rng.randint(1, 200) for _ in range(rng.randint(0, 40))]
+        shares = [train.Ranks.deal(types.SimpleNamespace(rank=r, count=count), sizes) for r in range(count)]
+        assert sorted(i for share in shares for i in share) == list(range(len(sizes)))
+        assert all(share == sorted(share) for share in shares)
+        loads = [sum(sizes[i] for i in share) for share in shares]
+        assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--prompts=3", "each of the 4 ranks"), ("--prompts=4 --updates=4 --samples=2", "leaves 2 completions"),
+    ("--prompts=4 --device=cuda:1", "every rank takes the GPU"), ("--device=cuda", "torch sees 1 GPUs")])
+def test_ranks_that_cannot_work_are_refused(monkeypatch, flags, words):
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=words):
+        train.parse([*TINY, *flags.split()])
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match="several hosts"):
+        train.parse([*TINY, "--prompts=8"])
+
+
 # ============================================================================================================
 # 8  The commands of the README
 # ============================================================================================================

@@ -1,9 +1,10 @@
 """
-Train a language model by GRPO, with the sampler and the trainer in one process on one GPU.
+Train a language model by GRPO, with the sampler and the trainer in one process on one GPU, or one a GPU.
 
     python train.py                            # a small model from nothing: supervised phase, then GRPO
     python train.py --model=Qwen/Qwen3-0.6B --task=jsonl --data=train.jsonl,test.jsonl
     python train.py --out=runs/mine --resume   # go on where a run was stopped
+    torchrun --standalone --nproc-per-node=8 train.py ...    # the same on the 8 GPUs of a host
 
 This file holds what touches the disk or the clock. One step is five phases, and `grpo_step` reads as such:
 rollout (rollout.py), reward and advantage (grpo.py), update (model.py and fp8.py), log. `--precision` chooses
@@ -26,8 +27,10 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -35,7 +38,7 @@ import fp8
 import grpo
 import model as model_file
 from model import Tokenizer, Transformer, token_logprobs
-from rollout import Parser, Sampler, explain
+from rollout import Parser, Rollout, Sampler, explain
 
 # ---- configuration -------------------------------------------------------------------------------
 
@@ -166,7 +169,8 @@ def check(cfg):
     if cfg.updates > cfg.prompts:
         raise ValueError(f"--updates={cfg.updates}, --prompts={cfg.prompts}: each update needs a problem")
     if cfg.temperature < 1e-6 or not cfg.grad_clip:
-        raise ValueError(f"--temperature={cfg.temperature}, --grad-clip={cfg.grad_clip}: both must be above 0")
+        raise ValueError(f"--temperature={cfg.temperature}, --grad-clip={cfg.grad_clip}: "
+                         "both must be above 0")
     if not 0 <= cfg.seed < 2**63:
         raise ValueError(f"--seed={cfg.seed}: it must be a number of 0 to 2^63 - 1")
     if cfg.tis and cfg.precision != "fp8-rollout":
@@ -179,6 +183,24 @@ def check(cfg):
         raise ValueError(f"--data={cfg.data} is read by --task=jsonl, not by --task={cfg.task}")
     if cfg.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("--wandb needs the package wandb: pip install wandb (log.jsonl has it all too)")
+    if world_size() > 1:
+        check_ranks(cfg, world_size())
+
+
+def check_ranks(cfg, count):
+    if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        raise ValueError("the ranks are spread over several hosts, and only one is supported: --standalone")
+    if cfg.device not in ("cuda", "cpu"):
+        raise ValueError(f"--device={cfg.device}: under torchrun every rank takes the GPU of its own number")
+    if cfg.device == "cuda" and torch.cuda.device_count() < count:
+        raise ValueError(f"--nproc-per-node={count}, but torch sees {torch.cuda.device_count()} GPUs")
+    if cfg.prompts < count:
+        raise ValueError(f"--prompts={cfg.prompts}: each of the {count} ranks samples for one or more: raise "
+                         "it, or lower --nproc-per-node")
+    least = cfg.prompts // cfg.updates * cfg.samples
+    if least < count:
+        raise ValueError(f"--updates={cfg.updates} leaves {least} completions to an update, too few for "
+                         f"{count} ranks: lower it, or raise --prompts or --samples")
 
 
 # ---- packing -------------------------------------------------------------------------------------
@@ -217,6 +239,102 @@ def score(model, sequences, inv_temp):
     return token_logprobs(hidden, model.head, torch.tensor(targets, device=device), inv_temp)
 
 
+# ---- ranks: data parallel over the GPUs of one host ------------------------------------------------
+
+
+def world_size():
+    return int(os.environ["WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else 1     # torchrun sets both
+
+
+class Ranks:
+    """This process among those that torchrun started. Alone, it makes no call to torch.distributed.
+
+    Every rank holds the whole model and applies the same summed gradient, so weights stay equal to the bit.
+    Prompts are dealt out in turn; their completions are then known to all, and dealt out again, by length, to
+    be trained on. So a sequence is mostly scored by another rank than sampled it: the check of exactness sees
+    any drift between ranks. A run's state does not depend on their number.
+    """
+
+    def __init__(self, device):
+        self.rank, self.count = int(os.environ.get("RANK", 0)) if world_size() > 1 else 0, world_size()
+        self.device = torch.device(device)
+        if self.count > 1 and device == "cuda":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)     # kernels and graphs go to the current device
+        if self.count > 1:
+            cuda = self.device.type == "cuda"
+            # Long enough for what the others wait for: a long completion, or rank 0 writing a checkpoint. A
+            # rank that dies is not waited for at all, as torchrun then ends the others.
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=1),
+                                    device_id=self.device if cuda else None)
+        if self.rank:
+            sys.stdout = open(os.devnull, "w")     # rank 0 speaks for all; errors go to stderr
+
+    def call(self, collective, *tensors):
+        try:
+            collective(*tensors)
+        except RuntimeError:
+            if self.device.type == "cpu":
+                time.sleep(10)   # gloo: another rank is gone. It has said why, and torchrun ends this one now
+            raise
+
+    def sum_(self, tensor):
+        """Add up a tensor over all ranks, in place. On a GPU the host does not wait."""
+        if self.count > 1:
+            self.call(dist.all_reduce, tensor)
+
+    def gather(self, values):
+        """Every rank's 1-D CPU tensor, whatever their lengths, in the order of ranks."""
+        if self.count == 1:
+            return [values]
+
+        def same_length(tensor):
+            parts = [torch.empty_like(tensor, device=self.device) for _ in range(self.count)]
+            self.call(dist.all_gather, parts, tensor.to(self.device))
+            return [part.cpu() for part in parts]
+
+        lengths = [int(n) for n in same_length(torch.tensor([len(values)]))]
+        padded = torch.cat([values, values.new_zeros(max(1, *lengths) - len(values))])
+        return [part[:n] for part, n in zip(same_length(padded), lengths)]
+
+    def total(self, numbers):
+        """Numbers added up over all ranks, in FP64 and in the order of ranks. Waits until all are here."""
+        return torch.stack(self.gather(torch.tensor(numbers, dtype=torch.float64))).sum(0).tolist()
+
+    def first(self, text):
+        """The text of rank 0, on every rank."""
+        return os.fsdecode(bytes(self.gather(torch.tensor(list(os.fsencode(text))))[0].tolist()))
+
+    def deal(self, sizes):
+        """Indices of this rank's share of the work: the largest goes first, each to the least loaded rank."""
+        loads, mine = [0] * self.count, []
+        for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):           # equal ones stay in order
+            rank = loads.index(min(loads))
+            loads[rank] += sizes[i]
+            if rank == self.rank:
+                mine.append(i)
+        return sorted(mine)
+
+    def merge(self, rollout, samples):
+        """The completions of prompts that were dealt out in turn -> those of all prompts, on every rank."""
+        if self.count == 1:
+            return rollout
+        lengths = self.gather(torch.tensor([len(tokens) for tokens in rollout.tokens]))
+        stopped = self.gather(torch.tensor([int(finish == "stop") for finish in rollout.finish]))
+        tokens = self.gather(torch.tensor([i for tokens in rollout.tokens for i in tokens]))
+        logprobs = self.gather(torch.cat(rollout.logprobs))                    # copied, so the same bits
+        parts = [zip(tokens[r].split(n.tolist()), logprobs[r].split(n.tolist()), stopped[r].tolist())
+                 for r, n in enumerate(lengths)]
+        merged = Rollout()
+        for i in range(sum(len(n) for n in lengths)):
+            ids, logp, stop = next(parts[i // samples % self.count])
+            merged.tokens.append(ids.tolist())
+            merged.logprobs.append(logp)
+            merged.finish.append("stop" if stop else "length")
+        return merged
+
+
 # ---- the run -------------------------------------------------------------------------------------
 
 
@@ -225,9 +343,9 @@ class Run:
 
     def __init__(self, cfg):
         self.cfg, self.step, self.skipped, self.bad, self.silent, self.warned = cfg, 0, 0, 0, 0, False
-        self.device = torch.device(cfg.device)
-        if self.device.index is not None:
-            torch.cuda.set_device(self.device)     # kernels and graphs go to the current device
+        self.ranks = Ranks(cfg.device)
+        self.device = self.ranks.device
+        cfg.out = self.ranks.first(cfg.out)        # its default name holds a time
         self.task = make_task(cfg)
         self.start_clock = time.time()
         if cfg.model:
@@ -237,10 +355,12 @@ class Run:
         else:
             self.tokenizer = Tokenizer.bytes()
             config = small_config(cfg, self.tokenizer)
+        self.tokenizer.now = datetime.datetime.fromisoformat(self.ranks.first(self.tokenizer.now.isoformat()))
         self.fit(config)
         # This call checks the headers of a checkpoint's files: before memory is taken, or a file written.
         tensors = model_file.read_tensors(folder, config) if cfg.model else None
-        self.prepare_folder()
+        if self.ranks.rank == 0:
+            self.prepare_folder()
         self.model = Transformer(config, cfg.precision, self.device, seed=None)
         self.model.recompute = cfg.recompute
         # The file, or the generator of random weights, is read twice: for what the forward pass reads and for
@@ -307,34 +427,39 @@ class Run:
     # ---- phases
 
     def rollout(self, prompts):
-        """Sample a group for each prompt. Its running number keys a completion's noise.
+        """Sample a group for each prompt. Its running number keys a completion's noise, on whichever rank.
 
-        A pool of more than a quarter of the GPU is handed over to the update, for a new capture of the graphs.
+        A pool of more than a quarter of the GPU is handed over to the update; graphs are then captured anew.
         """
-        cfg, first = self.cfg, self.step * self.cfg.prompts * self.cfg.samples
+        cfg, ranks, first = self.cfg, self.ranks, self.step * self.cfg.prompts * self.cfg.samples
+        mine = range(ranks.rank, cfg.prompts, ranks.count)
         rollout = self.sampler.generate(
-            prompts, cfg.samples, cfg.max_new_tokens, cfg.temperature, cfg.seed, self.tokenizer.eos_ids,
-            keys=range(first, first + cfg.prompts * cfg.samples))
+            [prompts[i] for i in mine], cfg.samples, cfg.max_new_tokens, cfg.temperature, cfg.seed,
+            self.tokenizer.eos_ids,
+            keys=[first + i * cfg.samples + j for i in mine for j in range(cfg.samples)])
         if self.device.type == "cuda" and self.sampler.gib > torch.cuda.mem_get_info(self.device)[1] / 2**32:
             self.sampler.release()
-        return rollout
+        return ranks.merge(rollout, cfg.samples)
 
     def learning_rate(self, step, peak, steps):
         warm = min(1.0, (step + 1) / max(1, self.cfg.warmup))
         return peak * warm * (1.0 - self.cfg.lr_decay * step / max(1, steps))
 
     def supervised_step(self, step):
-        """One AdamW step on the mean -log p of solutions. -> loss and finite flag, both still on the device."""
+        """One AdamW step on the mean -log p of solutions. -> loss, finite flag, both still on the device."""
         cfg = self.cfg
         examples = self.problems(step * cfg.sft_batch, cfg.sft_batch)
         encode, eos = self.tokenizer.encode, self.tokenizer.eos_ids[:1]
         pairs = [(self.encode_prompt(e), encode(e.solution, parse_special=False) + eos) for e in examples]
         total = sum(len(completion) for _, completion in pairs)
+        mine = self.ranks.deal([len(prompt) + len(completion) - 1 for prompt, completion in pairs])
         loss_sum = torch.zeros((), device=self.device)
-        for batch in micro_batches(pairs, cfg.micro_tokens):
+        for batch in micro_batches([pairs[i] for i in mine], cfg.micro_tokens):
             loss = -score(self.model, batch, self.one).sum() / total
             loss.backward()
             loss_sum += loss.detach()
+        self.ranks.sum_(self.optimizer.grads)
+        self.ranks.sum_(loss_sum)
         # The second half of the phase cools down linearly.
         lr = cfg.sft_lr * min(1.0, (step + 1) / 20, 2 * (1 - step / cfg.sft_steps))
         return loss_sum, self.optimizer.step(lr, cfg.grad_clip)[1]
@@ -359,7 +484,8 @@ class Run:
     def update(self, batch, metrics):
         """One optimizer update. The loss is divided by the token count of the whole update, known beforehand.
 
-        -> the trainer's log-probs (N,) before the update, gradient norm and finite flag, still on the device.
+        A rank without a sequence in it adds zeros to the gradient. -> this rank's trainer's log-probs (N,)
+        before the update, gradient norm and finite flag, still on the device.
         """
         cfg, at = self.cfg, 0
         seen = [torch.empty(0, device=self.device)]
@@ -371,26 +497,33 @@ class Run:
             old = seen[-1] if batch["old"] is None else batch["old"][part]
             weights = grpo.truncated_weights(old, batch["sampler"][part], cfg.tis) if cfg.tis else None
             loss, sums = grpo.policy_loss(
-                logp, old, batch["advantages"][part], batch["sampler"].numel(), clip_low=cfg.clip_low,
+                logp, old, batch["advantages"][part], batch["tokens"], clip_low=cfg.clip_low,
                 clip_high=cfg.clip_high, weights=weights, ref_logp=batch["ref"][part] if cfg.kl else None,
                 kl_coef=cfg.kl)
             loss.backward()
             metrics.add(logp.numel(), sums)
-        if not batch["sequences"]:                   # all dropped: nothing to learn, and momentum must not act
+        if not batch["tokens"]:                      # all dropped: nothing to learn, momentum must not act
             return seen[0], torch.zeros(()), torch.tensor(True)
+        self.ranks.sum_(self.optimizer.grads)
         norm, finite = self.optimizer.step(self.learning_rate(self.step, cfg.lr, cfg.steps), cfg.grad_clip)
         return torch.cat(seen), norm, finite
 
     def update_batches(self, prompts, rollout, advantages):
-        """A rollout as `updates` batches of whole groups: dicts of sequences and per-token tensors (N,)."""
+        """A rollout as `updates` batches of whole groups: dicts of sequences and per-token tensors (N,).
+
+        They hold this rank's share. "tokens" and "fed" count the completion tokens and the tokens fed of all.
+        """
         cfg, n, batches = self.cfg, self.cfg.samples, []
         for u in range(cfg.updates):
             index = [i * n + j for i in range(u, cfg.prompts, cfg.updates) for j in range(n)
                      if not (cfg.drop_truncated and rollout.finish[i * n + j] == "length")]
+            tokens = sum(len(rollout.tokens[i]) for i in index)
+            sizes = [len(prompts[i // n]) + len(rollout.tokens[i]) - 1 for i in index]
+            index = [index[k] for k in self.ranks.deal(sizes)]
             lengths = torch.tensor([len(rollout.tokens[i]) for i in index], dtype=torch.int64)
             sampler = torch.cat([torch.empty(0)] + [rollout.logprobs[i] for i in index])
             batch = {"sequences": [(prompts[i // n], rollout.tokens[i]) for i in index], "index": index,
-                     "sampler": sampler.to(self.device),
+                     "tokens": tokens, "fed": sum(sizes), "sampler": sampler.to(self.device),
                      "advantages": advantages[index].repeat_interleave(lengths).to(self.device)}
             batch["old"] = self.old_logprobs(batch)
             if cfg.kl:
@@ -431,15 +564,17 @@ class Run:
 
     def evaluate(self, when):
         """Greedy accuracy on held-out problems, printed and logged."""
-        examples, t0 = self.task.heldout, time.time()
-        rollout = self.sampler.generate([self.encode_prompt(e) for e in examples], 1, self.cfg.max_new_tokens,
-                                        temperature=0.0, stop=self.tokenizer.eos_ids)
-        right = [e.reward(self.text(tokens)) for e, tokens in zip(examples, rollout.tokens)]
-        accuracy = sum(right) / len(right)
-        seconds = time.time() - t0
-        print(f"held-out accuracy {when}: {accuracy:.1%} of {len(right)} problems, greedy ({seconds:.1f} s)")
-        self.log({"kind": "eval", "step": self.step, "accuracy": accuracy, "problems": len(right),
-                  "truncated": rollout.finish.count("length") / len(right), "seconds": seconds})
+        count, t0, rollout = len(self.task.heldout), time.time(), Rollout()
+        mine = self.task.heldout[self.ranks.rank::self.ranks.count]
+        if mine:
+            rollout = self.sampler.generate([self.encode_prompt(e) for e in mine], 1, self.cfg.max_new_tokens,
+                                            temperature=0.0, stop=self.tokenizer.eos_ids)
+        right = sum(e.reward(self.text(tokens)) for e, tokens in zip(mine, rollout.tokens))
+        right, truncated = self.ranks.total([right, rollout.finish.count("length")])
+        accuracy, seconds = right / count, time.time() - t0
+        print(f"held-out accuracy {when}: {accuracy:.1%} of {count} problems, greedy ({seconds:.1f} s)")
+        self.log({"kind": "eval", "step": self.step, "accuracy": accuracy, "problems": count,
+                  "truncated": truncated / count, "seconds": seconds})
         return accuracy
 
     def text(self, ids):
@@ -472,6 +607,8 @@ class Run:
 
     def log(self, record):
         """One JSON object a line, in ASCII, so no odd text can break it; NaN and Inf become null."""
+        if self.ranks.rank:
+            return
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with open(os.path.join(self.cfg.out, "log.jsonl"), "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
@@ -482,13 +619,18 @@ class Run:
             wandb.log({k: v for k, v in record.items() if isinstance(v, (int, float))}, step=self.step)
 
     def save(self):
-        """A checkpoint: the policy as a Hugging Face folder, optimizer.safetensors and state.json beside it.
+        """A checkpoint of this step, unless there is one: rank 0 writes, the others wait. -> its folder"""
+        folder = os.path.join(self.cfg.out, f"step-{self.step:06d}")
+        if self.ranks.rank == 0 and not os.path.isdir(folder):
+            self.write_checkpoint(folder)
+        self.ranks.total([])
+        return folder
+
+    def write_checkpoint(self, folder):
+        """The policy as a Hugging Face folder, optimizer.safetensors and state.json beside it.
 
         All is written into a folder of another name; the rename makes it a checkpoint, whole or not at all.
         """
-        folder = os.path.join(self.cfg.out, f"step-{self.step:06d}")
-        if os.path.isdir(folder):
-            return folder
         if not all(master.isfinite().all() for master in self.optimizer.master.values()):
             raise RuntimeError("the weights are not finite, the last checkpoint stays: lower --lr")
         part = os.path.join(self.cfg.out, ".saving")
@@ -502,16 +644,15 @@ class Run:
         os.rename(part, folder)
         for old in checkpoints(self.cfg.out)[:-self.cfg.keep]:
             shutil.rmtree(os.path.join(self.cfg.out, old))
-        return folder
 
     def restore(self):
         """Go on from the newest checkpoint, if any: same weights, moments and counters, so the same bits."""
         found = checkpoints(self.cfg.out) if self.cfg.resume else []
         path = os.path.join(self.cfg.out, "log.jsonl")
         if not found:
-            open(path, "w").close()          # lines of a start that was killed before its first checkpoint
+            if self.ranks.rank == 0:
+                open(path, "w").close()      # lines of a start that was killed before its first checkpoint
             return False
-        open(path, "a").close()              # a lost log is no reason not to go on
         folder = os.path.join(self.cfg.out, found[-1])
         try:
             tensors = load_file(os.path.join(folder, "optimizer.safetensors"))
@@ -522,13 +663,19 @@ class Run:
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ValueError(f"{folder} is damaged ({error!r}): remove it to resume the one before") from None
         self.optimizer.load_state(tensors)
-        with open(path, encoding="utf-8") as f:  # steps that the checkpoint does not know are run again
+        if self.ranks.rank == 0:
+            self.trim_log(path)
+        print(f"resumed from {folder}")
+        return True
+
+    def trim_log(self, path):
+        """Steps that the checkpoint does not know are run again: their lines go."""
+        open(path, "a").close()              # a lost log is no reason not to go on
+        with open(path, encoding="utf-8") as f:
             lines = [line for line in f if line.endswith("\n") and self.known(json.loads(line))]
         with open(path + ".part", "w", encoding="utf-8") as f:
             f.writelines(lines)
         os.replace(path + ".part", path)
-        print(f"resumed from {folder}")
-        return True
 
     def known(self, record):
         """Whether the checkpoint holds a line's work. A finished run evaluates again: that line goes."""
@@ -558,7 +705,7 @@ def make_task(cfg):
 
 
 def small_config(cfg, tokenizer):
-    """A Qwen3 of the asked size, whose vocabulary is the tokenizer's: heads of 64, two queries a key if even."""
+    """A Qwen3 of the asked size, whose vocabulary is the tokenizer's: heads of 64, two to a key if even."""
     heads = max(1, cfg.width // 64)
     return model_file.Config(
         model_type="qwen3", vocab_size=tokenizer.vocab_size, hidden_size=cfg.width,
@@ -591,6 +738,7 @@ def header(run):
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     cuda = run.device.type == "cuda"
     name = torch.cuda.get_device_name(run.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
+    name += f", {run.ranks.count} ranks" if run.ranks.count > 1 else ""
     triton = fp8.triton.__version__ if fp8.triton else "absent"
     print(f"{name} | torch {torch.__version__}, triton {triton}, Python {platform.python_version()} | "
           f"commit {commit or '-'}")
@@ -610,7 +758,7 @@ def header(run):
 def supervised(run):
     """The supervised phase: from random weights, or a base model, to one that sometimes earns a reward."""
     t0 = time.time()
-    bad = 0                     # since the last line; on the device, so that the host need not wait every step
+    bad = 0                     # since the last line; on the device, so that the host need not wait
     for step in range(run.cfg.sft_steps):
         loss, finite = run.supervised_step(step)
         bad = bad + (~finite).int()
@@ -620,7 +768,8 @@ def supervised(run):
             if bad:
                 print(f"warning: {int(bad)} supervised steps had a non-finite gradient and were skipped")
             if bad > 4:
-                raise RuntimeError("the supervised phase does not get on: lower --sft-lr, or look at the weights")
+                raise RuntimeError("the supervised phase does not get on: lower --sft-lr, or look at the "
+                                   "weights")
             bad = 0
 
 
@@ -652,14 +801,31 @@ def grpo_step(run):
         results.append(result)
         if u == 0:      # later updates score with moved weights: only the first can be compared
             run.check_exact(batch, trainer)
-            gap = grpo.mismatch(batch["sampler"], trainer)
+            gap, compared = grpo.mismatch(batch["sampler"], trainer), len(trainer)
     synchronize()
     t2 = time.time()
 
     # ---- log
     if cfg.sample_every and run.step % cfg.sample_every == 0:
         print(f"--- a completion of reward {rewards[0].item():g}: {examples[0].prompt!r} -> {texts[0]!r}")
-    return record(run, rollout, rewards, batches, {**metrics.means(), **gap}, results, (t0, t1, t2))
+    means = means_of_all(run, metrics, gap, compared)
+    return record(run, rollout, rewards, batches, means, results, (t0, t1, t2))
+
+
+def means_of_all(run, metrics, gap, compared):
+    """grpo.Metrics and grpo.mismatch (of `compared` tokens) of this rank -> those of the tokens of all ranks.
+
+    Names are listed, as a rank without a sequence has none, and neither has a step that dropped all of them.
+    """
+    of_gap = "mean_dlogp", "k3", "differing"
+    metrics.add(compared, {name: float(gap[name]) * compared for name in of_gap})     # exact in FP64
+    names = ["clipped_low", "clipped_high", "ratio", "entropy", "loss", *["kl"] * (run.cfg.kl > 0), *of_gap]
+    sums = [float(metrics.sums.get(name, 0.0)) for name in names]
+    counts = [metrics.counts.get(name, 0) for name in names]
+    *both, differing = run.ranks.total(sums + counts + [float(gap["differing_tokens"])])
+    means = {name: x / max(n, 1) for name, x, n in zip(names, both, both[len(names):])}
+    worst = torch.cat(run.ranks.gather(gap["max_dlogp"].cpu().view(1))).max()          # NaN stays NaN
+    return {**means, "max_dlogp": worst.item(), "differing_tokens": differing}
 
 
 def record(run, rollout, rewards, batches, means, results, clock):
@@ -670,16 +836,13 @@ def record(run, rollout, rewards, batches, means, results, clock):
     best, worst = groups.max(1).values, groups.min(1).values
     skipped = sum(not finite.item() for _, finite in results)
     run.skipped, run.bad = run.skipped + skipped, run.bad + 1 if skipped else 0
-    trained = sum(len(prompt) + len(completion) - 1 for b in batches for prompt, completion in b["sequences"])
+    trained = sum(batch["fed"] for batch in batches)
     mem = torch.cuda.max_memory_allocated(run.device) / 2**30 if run.device.type == "cuda" else 0.0
     return {"kind": "step", "step": run.step, "reward": rewards.mean().item(),
             "solved": (best > 0).float().mean().item(),
             "equal_groups": (best == worst).float().mean().item(), "length": sum(lengths) / len(lengths),
             "length_max": max(lengths), "truncated": rollout.finish.count("length") / len(lengths),
-            # Means over no tokens, if all completions were dropped: every line has the same keys.
-            **dict.fromkeys(["clipped_low", "clipped_high", "ratio", "entropy", "loss"], 0.0),
-            **({"kl": 0.0} if cfg.kl else {}),
-            **{name: float(value) for name, value in means.items()},
+            **means,
             "grad_norm": results[-1][0].item(), "skipped": run.skipped, "tokens": sum(lengths),
             "lr": run.learning_rate(run.step, cfg.lr, cfg.steps),
             "t_rollout_s": t1 - t0, "rollout_tok_per_s": sum(lengths) / (t1 - t0),
@@ -699,11 +862,14 @@ def watch(run, r):
         print(f"warning: step {r['step']} had a non-finite gradient and was skipped ({r['skipped']} so far)")
     if run.bad == 5:
         raise RuntimeError("5 steps in a row had a non-finite gradient and changed nothing: lower --lr, or "
-                           "go on from an older checkpoint; --debug and --precision=bf16 help to find the cause")
+                           "go on from an older checkpoint; --debug or --precision=bf16 help to find out why")
 
 
 def on_interrupt():
-    """From now on the first Ctrl-C fills the list: the step is finished and saved; the second stops."""
+    """From now on the first Ctrl-C fills the list: the step is finished and saved; the second stops.
+
+    torchrun passes Ctrl-C on to all ranks, but kills them after 30 s (more: TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
+    """
     pressed = []
 
     def handler(signum, frame):
@@ -726,12 +892,13 @@ def main(argv=None):
         supervised(run)
         for moment in (*run.optimizer.m.values(), *run.optimizer.v.values(), run.optimizer.steps):
             moment.zero_()                    # GRPO is a new objective, whose gradients have another size
-        if cfg.sft_steps or not cfg.model:    # kept even without --kl, which a resumed run may ask for
+        # Kept even without --kl, which a resumed run may ask for.
+        if run.ranks.rank == 0 and (cfg.sft_steps or not cfg.model):
             run.model.save_pretrained(os.path.join(cfg.out, "start"), run.optimizer.master.items())
         if cfg.sft_steps:
             run.evaluate("after the supervised phase")
         run.save()
-    interrupted = on_interrupt()
+    pressed, interrupted = on_interrupt(), False
     print(COLUMNS)
     while run.step < cfg.steps and not interrupted:
         r = grpo_step(run)
@@ -743,6 +910,7 @@ def main(argv=None):
             run.evaluate(f"after {run.step} steps")
         if cfg.save_every and run.step % cfg.save_every == 0:
             run.save()
+        interrupted = run.ranks.total([len(pressed)]) != [0]      # on any rank: all stop after the same step
     if interrupted:
         print(f"interrupted after {run.step} steps, saved {run.save()}: --out={cfg.out} --resume goes on")
         return
@@ -750,12 +918,26 @@ def main(argv=None):
     print(f"saved {run.save()} | {time.time() - run.start_clock:.0f} s in all")
 
 
+def fail(text):
+    """End this process with its error. A rank exits at once and clears nothing up: torchrun ends the rest."""
+    if world_size() == 1:
+        sys.exit(text)
+    rank = int(os.environ["RANK"])
+    time.sleep(rank > 0)     # an error of all ranks is said once: when rank 0 is gone, torchrun ends the rest
+    sys.stdout.flush()
+    print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("interrupted: whole checkpoints stay, --resume goes on from the newest")
+        fail("interrupted: whole checkpoints stay, --resume goes on from the newest")
     except Exception as error:
-        if "--debug" in sys.argv:
+        if "--debug" in sys.argv and world_size() == 1:
             raise
-        sys.exit(explain(error, "--micro-tokens, --max-new-tokens or --prompts, or add --recompute"))
+        fail(traceback.format_exc() if "--debug" in sys.argv else
+             explain(error, "--micro-tokens, --max-new-tokens or --prompts, or add --recompute"))
+    if world_size() > 1:
+        dist.destroy_process_group()
