@@ -2622,11 +2622,11 @@ def test_reference_is_where_grpo_started(tmp_path, paid, monkeypatch, base):
 def test_steps_draw_fresh_noise_and_train_on_the_sampled_ids(tmp_path, paid):
     trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}", "--samples=8", "--temperature=1.5"]))
     examples = [trainer.problems(0, 1)[0]] * 3
-    first = trainer.rollout(examples)
+    first = trainer.rollout([trainer.encode_prompt(e) for e in examples])
     assert len({tuple(t) for t in first.tokens}) > 20, "one prompt, 24 samples"
-    assert trainer.rollout(examples).tokens == first.tokens
+    assert trainer.rollout([trainer.encode_prompt(e) for e in examples]).tokens == first.tokens
     trainer.step = 1
-    assert trainer.rollout(examples).tokens != first.tokens
+    assert trainer.rollout([trainer.encode_prompt(e) for e in examples]).tokens != first.tokens
     first.tokens = [[0xF0, 0x9F], [0xF0, 0x9F, 256]] * 12  # half a character, with and without an end
     first.logprobs = [torch.zeros(len(t)) for t in first.tokens]
     batch, = trainer.update_batches([[1]] * 3, first, torch.arange(24.0))
@@ -2675,7 +2675,7 @@ def test_one_update_raises_its_own_objective(tmp_path, paid):
     flags = f"--out={tmp_path}", "--prompts=8", "--samples=4", "--lr=1e-3", "--warmup=0"
     trainer = train.Run(train.parse([*TINY, *flags]))
     examples = trainer.problems(0, 8)
-    result = trainer.rollout(examples)
+    result = trainer.rollout([trainer.encode_prompt(e) for e in examples])
     rewards = [coin(None, trainer.text(tokens)) for tokens in result.tokens]
     prompts = [trainer.encode_prompt(e) for e in examples]
     batch, = trainer.update_batches(prompts, result, grpo.advantages(rewards, 4))
@@ -2721,6 +2721,22 @@ def test_checkpoints_load_in_transformers(tmp_path, paid, kind, tied):
     theirs.to(BF16).save_pretrained(tmp_path / "again")
     first, again = (dict(model.read_tensors(d, config)) for d in (folder, tmp_path / "again"))
     assert first.keys() == again.keys() and all(torch.equal(first[n], again[n]) for n in first)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_logits_in_bf16(tmp_path, kind):
+    """BF16 rounds elsewhere than transformers does, yet the logits point the same way; FP8 not much off."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = tiny_config(model_type=kind, hidden_size=256, intermediate_size=384, head_dim=64, vocab_size=260)
+    scale_up(Transformer(config), 2.0).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=FP32)
+    tokens = torch.randint(0, 260, (200,))
+    with torch.no_grad():
+        other = theirs(tokens[None]).logits[0]
+        for precision, least in (("bf16", 0.999), ("fp8", 0.99)):
+            ours = Transformer.from_pretrained(tmp_path, precision, DEVICE)
+            mine = ours.logits(ours(tokens.to(DEVICE), [200])).cpu()
+            assert torch.cosine_similarity(mine.flatten(), other.flatten(), 0) > least, precision
 
 
 def test_bare_machine(tmp_path):

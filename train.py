@@ -105,7 +105,7 @@ class Config:
 
 # Values for flags that were not given: for the small model by device, else for a checkpoint.
 PRESETS = {
-    "cuda": dict(difficulty=4, digits=2, layers=6, width=512, sft_steps=400, sft_batch=256, sft_lr=1e-3,
+    "cuda": dict(difficulty=4, digits=2, layers=6, width=512, sft_steps=500, sft_batch=256, sft_lr=1e-3,
                  steps=60, prompts=64, samples=16, max_new_tokens=128, lr=1e-4, micro_tokens=32768,
                  eval_every=20),
     "cpu": dict(difficulty=3, digits=1, layers=2, width=128, sft_steps=400, sft_batch=32, sft_lr=3e-3,
@@ -897,7 +897,8 @@ def main(argv=None):
             run.model.save_pretrained(os.path.join(cfg.out, "start"), run.optimizer.master.items())
         if cfg.sft_steps:
             run.evaluate("after the supervised phase")
-        run.save()
+            if cfg.save_every:
+                run.save()
     pressed, interrupted = on_interrupt(), False
     print(COLUMNS)
     while run.step < cfg.steps and not interrupted:
