@@ -615,13 +615,13 @@ def plot(runs, path):
     """Reward (dots: held-out accuracy), |dlogp|, length and rollout speed of each run by step."""
     if not runs:
         raise ValueError("plot needs run folders: python bench.py plot runs/NAME [runs/NAME ...]")
+    logs = {os.path.basename(os.path.normpath(run)): read_log(run) for run in runs}
     try:
         import matplotlib
     except ImportError:
         raise ImportError("plot needs the package matplotlib: pip install matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    logs = {os.path.basename(os.path.normpath(run)): read_log(run) for run in runs}
     steps = {name: [r for r in log if r.get("kind") == "step"] for name, log in logs.items()}
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True, sharex=True)
     panels = [("reward", "mean reward (dots: held-out accuracy)"), ("length", "mean completion, tokens"),

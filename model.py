@@ -1912,7 +1912,7 @@ def _embed_backward_kernel(
         total += tl.sum(rows.to(tl.float32), 0)
         begin += ROWS
         more = tl.load(sorted_ptr + begin, mask=begin < T, other=-1) == token
-    at, mask = grad_ptr + token * C + col, (col < C) & first
+    at, mask = grad_ptr + token * C + col, tl.where(first, col, C) < C
     tl.store(at, tl.load(at, mask=mask, other=0) + total, mask=mask)
 
 
