@@ -24,8 +24,6 @@ import json
 import math
 import os
 import random
-import shutil
-import subprocess
 import sys
 import time
 
@@ -37,7 +35,7 @@ import fp8
 import grpo
 from model import PAGE, Config, Transformer, attention, pack, paged_attention, sample, token_logprobs
 from rollout import Parser, Sampler, explain
-from train import score
+from train import git_commit, score
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 FP8_PEAK, BF16_PEAK = 1979e12, 989e12     # dense tensor operations a second of an H100 SXM or H200
@@ -71,13 +69,6 @@ def show(value):
     if abs(value) < 0.005:
         return f"{value:.1e}" if value else "0"
     return f"{value:,.2f}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-def git_commit():
-    if not shutil.which("git"):
-        return "-"
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=HERE).stdout.strip() or "-"
 
 
 def machine():

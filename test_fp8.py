@@ -804,7 +804,7 @@ class Recorder:
                 for key in ("REG", "STACK", "LOCAL")}
         found = sorted(set(re.findall(r"\b(QGMMA|HGMMA|HMMA|LDL|STL)", sass)))
         print("BUILT", self.name, read, *found, "shared", compiled.metadata.shared, flush=True)
-        # The noise of sampling runs once, after the products: 80 to 136 bytes a thread spill there, by release.
+        # The noise of sampling runs once, after the products: 80 to 136 bytes a thread spill there.
         if not (self.name == "_head_kernel" and read["STACK"] <= 160):
             assert not {"LDL", "STL"} & set(found) and not read["LOCAL"], f"{self.name} spills"
         if self.name in MATRIX_UNITS:

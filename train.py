@@ -21,7 +21,6 @@ import json
 import math
 import os
 import platform
-import random
 import shutil
 import signal
 import subprocess
@@ -730,18 +729,23 @@ def step_line(r):
             f"{r['t_train_s']:7.2f} {r['train_tok_per_s']:7.0f} | {r['mem_gib']:6.1f}")
 
 
+def git_commit():
+    """Short hash of the sources' commit, or "-" where there is no git or no repository."""
+    if not shutil.which("git"):
+        return "-"
+    command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "-"
+
+
 def header(run):
     """What runs, on what, and what it needs: the first lines of every log."""
     cfg, c = run.cfg, run.model.config
-    here = os.path.dirname(os.path.abspath(__file__))
-    git = ["git", "-C", here, "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     cuda = run.device.type == "cuda"
     name = torch.cuda.get_device_name(run.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
     name += f", {run.ranks.count} ranks" if run.ranks.count > 1 else ""
     triton = fp8.triton.__version__ if fp8.triton else "absent"
     print(f"{name} | torch {torch.__version__}, triton {triton}, Python {platform.python_version()} | "
-          f"commit {commit or '-'}")
+          f"commit {git_commit()}")
     if not cuda:
         print(f"{'--device=cpu' if torch.cuda.is_available() else 'no CUDA device found'}: "
               f"{cfg.model or 'a toy size'} runs on the CPU, FP8 by its torch reference: exact, and slow")
@@ -883,8 +887,6 @@ def on_interrupt():
 
 def main(argv=None):
     cfg = parse(sys.argv[1:] if argv is None else argv)
-    torch.manual_seed(cfg.seed)
-    random.seed(cfg.seed)
     run = Run(cfg)
     header(run)
     if not run.restore():
