@@ -102,6 +102,11 @@ def round_up(n, multiple):
     return cdiv(n, multiple) * multiple
 
 
+def sqrt_reference(x):
+    """IEEE square root of FP32, as sqrt_rn: torch's own, on a CPU, may end one bit beside it."""
+    return x.double().sqrt().float()
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Quantizers
 
@@ -551,7 +556,7 @@ def norm_reference(h, delta, w, eps):
     if delta is not None:
         h = (h.float() + delta.float()).to(h.dtype)
     x = h.float().contiguous()  # the norm sees the rounded sum, the value that the backward pass will find
-    rstd = 1 / torch.sqrt(x.square().sum(-1) / x.shape[1] + eps)
+    rstd = 1 / sqrt_reference(x.square().sum(-1) / x.shape[1] + eps)
     return h, rstd, norm_output_reference(h, rstd, w)
 
 
@@ -942,7 +947,7 @@ def adamw_reference(p, m, v, g, clip, finite, rate, rescale, betas, eps, decay, 
         grad = g * clip
         m_new = m.float() * betas[0] + grad * (1 - betas[0])
         v_new = v.float() * betas[1] + grad * grad * (1 - betas[1])
-        new = p.float() * decay - rate * m_new / (v_new.sqrt() * rescale + eps), m_new, v_new
+        new = p.float() * decay - rate * m_new / (sqrt_reference(v_new) * rescale + eps), m_new, v_new
         if p.dtype == torch.bfloat16:
             words = philox_reference(step, torch.arange(p.numel(), device=p.device).view(p.shape), index)
             new = [round_reference(x, noise) for x, noise in zip(new, words)]
@@ -969,7 +974,7 @@ def adamw_kernel(p, m, v, g, control, step, data, codes, scales, beta1, beta2, r
     FP64.
     """
     clip, rate, rescale = tl.load(control), tl.load(control + 2), tl.load(control + 3)
-    finite = tl.load(control + 1) != 0  # else a gradient was not: skip the update, moments included
+    rows = tl.where(tl.load(control + 1) == 0, 0, N)  # to update: none if a gradient was not finite
     seed = tl.load(step)
     tile = tl.program_id(0)
     n = tile // tl.cdiv(K, 128) * 128 + tl.arange(0, ROWS)[:, None]
@@ -979,7 +984,7 @@ def adamw_kernel(p, m, v, g, control, step, data, codes, scales, beta1, beta2, r
         at, mask = (n + row).to(tl.int64) * K + k, (n + row < N) & (k < K)
         grad = tl.load(g + at, mask=mask, other=0) * clip
         tl.store(g + at, 0.0, mask=mask)
-        mask &= finite
+        mask = (n + row < rows) & (k < K)
         m_new = tl.load(m + at, mask=mask, other=0).to(tl.float32) * beta1 + grad * rest1
         v_new = tl.load(v + at, mask=mask, other=0).to(tl.float32) * beta2 + grad * grad * rest2
         change = tl.div_rn(rate * m_new, tl.sqrt_rn(v_new) * rescale + eps)
@@ -996,12 +1001,12 @@ def adamw_kernel(p, m, v, g, control, step, data, codes, scales, beta1, beta2, r
             tl.store(data + at, rounded, mask=mask)
             value = rounded.to(tl.float32)  # with both kept, the codes are those of the rounded data
         peak = tl.maximum(peak, tl.where(mask, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
-    if codes is not None and finite:
+    if codes is not None:
         scale = scale_of(tl.max(tl.max(peak, 1), 0).to(tl.float32, bitcast=True))
-        tl.store(scales + tile, scale)
+        tl.store(scales + tile, scale, mask=rows > 0)
         tl.debug_barrier()  # what another thread of this program wrote is read below
         for row in range(0, 128, ROWS):
-            at, mask = (n + row).to(tl.int64) * K + k, (n + row < N) & (k < K)
+            at, mask = (n + row).to(tl.int64) * K + k, (n + row < rows) & (k < K)
             value = tl.load((p if data is None else data) + at, mask=mask, other=0).to(tl.float32)
             tl.store(codes + (n + row).to(tl.int64) * CODES_LINE + k, codes_of(value, scale), mask=mask)
 
