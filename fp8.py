@@ -920,11 +920,10 @@ def linear(x, w, bias=None, fp8=None):
 # Optimizer
 
 
-def philox_reference(seed, c0, c1):
-    """The four words of Philox 4x32-10 (Salmon et al. 2011) at counter (c0, c1, 0, 0), as by tl.philox: 32-bit
-    words held in int64."""
+def philox_reference(seed, c0, c1, c2, c3):
+    """The four words of Philox 4x32-10 (Salmon et al. 2011), as by tl.philox: 32-bit words held in int64."""
     low = 0xFFFFFFFF
-    k0, k1, c2, c3 = seed & low, seed >> 32, 0, 0
+    k0, k1 = seed & low, seed >> 32 & low
     for _ in range(10):
         a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # int64 wraps: the 64 bits are right
         c0, c1, c2, c3 = (b >> 32) & low ^ c1 ^ k0, b & low, (a >> 32) & low ^ c3 ^ k1, a & low
@@ -939,21 +938,25 @@ def round_reference(x, noise):
 
 
 def adamw_reference(p, m, v, g, clip, finite, rate, rescale, betas, eps, decay, step, index):
-    """In place: m, v, and p = p decay - rate m / (sqrt(v) rescale + eps), unless not `finite`; clears g.
+    """In place: m, v, and p = p decay - rate m / (sqrt(v) rescale + eps); nothing at all unless `finite`.
 
-    BF16 states are rounded with noise keyed by (step, index of the weight, element).
+    BF16 states are rounded with noise keyed by (step, index of the weight, row, column). Of 32 bits, 16 round
+    the master and 16 both moments: nothing but their quotient sees that these two share.
     """
-    if finite:
-        grad = g * clip
-        m_new = m.float() * betas[0] + grad * (1 - betas[0])
-        v_new = v.float() * betas[1] + grad * grad * (1 - betas[1])
-        new = p.float() * decay - rate * m_new / (sqrt_reference(v_new) * rescale + eps), m_new, v_new
-        if p.dtype == torch.bfloat16:
-            words = philox_reference(step, torch.arange(p.numel(), device=p.device).view(p.shape), index)
-            new = [round_reference(x, noise) for x, noise in zip(new, words)]
-        for old, x in zip((p, m, v), new):
-            old.copy_(x)
-    g.zero_()
+    if finite == 0:
+        return
+    g = g * clip
+    m_new = m.float() * betas[0] + g * (1 - betas[0])
+    v_new = v.float() * betas[1] + g * g * (1 - betas[1])
+    p_new = p.float() * decay - rate * m_new / (sqrt_reference(v_new) * rescale + eps)
+    if p.dtype == torch.bfloat16:
+        K = p.shape[-1]
+        row, quad = (torch.arange(n, device=p.device) for n in (p.numel() // K, cdiv(K, 4)))
+        noise = torch.stack(philox_reference(step, row[:, None], quad, index, 0), -1).flatten(1)[:, :K].view(p.shape)
+        p_new = round_reference(p_new, noise)
+        m_new, v_new = round_reference(m_new, noise >> 16), round_reference(v_new, noise >> 16)
+    for old, new in ((p, p_new), (m, m_new), (v, v_new)):
+        old.copy_(new)
 
 
 @jit
@@ -966,33 +969,33 @@ def round_bf16(x, noise):
 @jit(do_not_specialize=["index"])
 def adamw_kernel(p, m, v, g, control, step, data, codes, scales, beta1, beta2, rest1, rest2, eps, decay, index,
                  N: tl.constexpr, K: tl.constexpr, CODES_LINE: tl.constexpr, ROWS: tl.constexpr):
-    """One program updates a 128x128 tile of master p and moments m, v, writes it to `data` and `codes`, and
-    clears the gradient g.
+    """One program updates a 128x128 tile of master p and moments m, v, and writes it to `data` and `codes`.
 
     The tile goes by in chunks of ROWS rows, to fit the registers. Its codes need the amax of all of it, so p
     is read a second time, from the cache. rest1 and rest2 are 1 - beta1 and 1 - beta2, made on the host in
     FP64.
     """
     clip, rate, rescale = tl.load(control), tl.load(control + 2), tl.load(control + 3)
-    rows = tl.where(tl.load(control + 1) == 0, 0, N)  # to update: none if a gradient was not finite
-    seed = tl.load(step)
+    if tl.load(control + 1) == 0:  # a gradient was not finite: skip the update, moments included
+        return
     tile = tl.program_id(0)
-    n = tile // tl.cdiv(K, 128) * 128 + tl.arange(0, ROWS)[:, None]
-    k = tile % tl.cdiv(K, 128) * 128 + tl.arange(0, 128)
+    first, k0 = tile // tl.cdiv(K, 128) * 128, tile % tl.cdiv(K, 128) * 128
+    k = k0 + tl.arange(0, 128)
     peak = tl.zeros((ROWS, 128), tl.int32)
-    for row in range(0, 128, ROWS):
-        at, mask = (n + row).to(tl.int64) * K + k, (n + row < N) & (k < K)
+    for row in range(first, first + 128, ROWS):
+        n = row + tl.arange(0, ROWS)[:, None]
+        at, mask = n.to(tl.int64) * K + k, (n < N) & (k < K)
         grad = tl.load(g + at, mask=mask, other=0) * clip
-        tl.store(g + at, 0.0, mask=mask)
-        mask = (n + row < rows) & (k < K)
         m_new = tl.load(m + at, mask=mask, other=0).to(tl.float32) * beta1 + grad * rest1
         v_new = tl.load(v + at, mask=mask, other=0).to(tl.float32) * beta2 + grad * grad * rest2
         change = tl.div_rn(rate * m_new, tl.sqrt_rn(v_new) * rescale + eps)
         value = tl.load(p + at, mask=mask, other=0).to(tl.float32) * decay - change
         if p.dtype.element_ty == tl.bfloat16:
-            noise_p, noise_m, noise_v, _ = tl.philox(seed, at.to(tl.uint32), index, 0, 0)
-            value = round_bf16(value, noise_p)
-            m_new, v_new = round_bf16(m_new, noise_m), round_bf16(v_new, noise_v)
+            quad = k0 // 4 + tl.arange(0, 32)[None, :]  # one draw serves four neighbours
+            a, b, c, d = tl.philox(tl.load(step), n.to(tl.uint32), quad.to(tl.uint32), index, 0)
+            noise = tl.join(tl.join(a, c), tl.join(b, d)).reshape(ROWS, 128)
+            value = round_bf16(value, noise)
+            m_new, v_new = round_bf16(m_new, noise >> 16), round_bf16(v_new, noise >> 16)
         tl.store(m + at, m_new.to(m.dtype.element_ty), mask=mask)
         tl.store(v + at, v_new.to(v.dtype.element_ty), mask=mask)
         tl.store(p + at, value.to(p.dtype.element_ty), mask=mask)
@@ -1003,20 +1006,23 @@ def adamw_kernel(p, m, v, g, control, step, data, codes, scales, beta1, beta2, r
         peak = tl.maximum(peak, tl.where(mask, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
     if codes is not None:
         scale = scale_of(tl.max(tl.max(peak, 1), 0).to(tl.float32, bitcast=True))
-        tl.store(scales + tile, scale, mask=rows > 0)
+        tl.store(scales + tile, scale)
         tl.debug_barrier()  # what another thread of this program wrote is read below
-        for row in range(0, 128, ROWS):
-            at, mask = (n + row).to(tl.int64) * K + k, (n + row < rows) & (k < K)
+        # In chunks of another shape than above: of one shape, all tiles would share one layout, and what suits
+        # a store of one byte an element does not suit FP32.
+        for row in range(first, first + 128, 32):
+            n = row + tl.arange(0, 32)[:, None]
+            at, mask = n.to(tl.int64) * K + k, (n < N) & (k < K)
             value = tl.load((p if data is None else data) + at, mask=mask, other=0).to(tl.float32)
-            tl.store(codes + (n + row).to(tl.int64) * CODES_LINE + k, codes_of(value, scale), mask=mask)
+            tl.store(codes + n.to(tl.int64) * CODES_LINE + k, codes_of(value, scale), mask=mask)
 
 
 class AdamW:
     """AdamW, which writes the weights of the forward pass in the same pass over masters and moments.
 
     A master starts as what its weight holds, for codes already rounded: call load() with the full-precision
-    values. Gradients are FP32 views of one buffer, so one call measures them all. Clip factor, step count and
-    the non-finite flag stay on the device, so the host never waits.
+    values. Gradients are FP32 views of one buffer: one call measures them all, one clears them. Clip factor,
+    step count and the non-finite flag stay on the device, so the host never waits.
 
     Masters and moments are FP32 (12 bytes a parameter) or BF16 (6 bytes). A step changes most values by less
     than half a BF16 step, and rounding to nearest would undo it, for ever; stochastic rounding keeps it on
@@ -1076,6 +1082,7 @@ class AdamW:
         control = torch.stack([clip.double(), finite.double(), rate, rescale]).float()
         for index, (name, w) in enumerate(self.weights.items()):
             self.update(index, name, w, control, 1 - lr * self.decay[name])
+        self.grads.zero_()
         return norm, finite
 
     def update(self, index, name, w, control, decay):
