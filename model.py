@@ -1064,15 +1064,15 @@ def rope_table(config, length, device):
 
 
 def empty_cache(pages, G, D, fp8_kv, dtype, device):
-    """A layer's cache: k, v (pages, G, PAGE, D), zeros; in FP8 codes, and their BF16 scales (pages, G, PAGE)
+    """A layer's cache: k, v (pages, G, PAGE, D), zeros; in FP8 codes, and their FP32 scales (pages, G, PAGE)
     twice. What one decode program reads of a page, the keys or values of one head, lies side by side."""
     zeros = lambda *shape, dtype: torch.zeros(pages, G, PAGE, *shape, dtype=dtype, device=device)
     values = [zeros(D, dtype=fp8.E4M3 if fp8_kv else dtype) for _ in "kv"]
-    return *values, *(zeros(dtype=torch.bfloat16) for _ in "kv" if fp8_kv)
+    return *values, *(zeros(dtype=torch.float32) for _ in "kv" if fp8_kv)
 
 
 def quantize_heads_reference(x):
-    """x (T, G, D) -> E4M3 codes (T, G, D), BF16 scales (T, G), and codes * scales in x.dtype: (T, G, D).
+    """x (T, G, D) -> E4M3 codes (T, G, D), FP32 scales (T, G), and codes * scales in x.dtype: (T, G, D).
 
     A scale is that of fp8.py, amax/448, rounded up to a power of two: then the product has no rounding of its
     own, and attention over codes has the bits of attention over BF16. NaN and Inf stay in the scale.
@@ -1081,7 +1081,7 @@ def quantize_heads_reference(x):
     power = (scale.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)
     scale = torch.where(scale < torch.inf, power, scale)
     codes = (x.float() / scale).clamp(-fp8.E4M3_MAX, fp8.E4M3_MAX).to(fp8.E4M3)
-    return codes, scale[:, :, 0].bfloat16(), (codes.float() * scale).to(x.dtype)
+    return codes, scale[:, :, 0], (codes.float() * scale).to(x.dtype)
 
 
 def write_pages_reference(values, cache, slots):
@@ -1196,8 +1196,8 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
         store_halves(k_pages + place * D, code_lo, code_hi, is_k, D)
         store_halves(v_pages + (place - G * PAGE) * D, code_lo, code_hi, is_v, D)
         if k_scales is not None:
-            tl.store(k_scales + place, scale.to(tl.bfloat16), mask=is_k)
-            tl.store(v_scales + place - G * PAGE, scale.to(tl.bfloat16), mask=is_v)
+            tl.store(k_scales + place, scale, mask=is_k)
+            tl.store(v_scales + place - G * PAGE, scale, mask=is_v)
 
 
 @jit(do_not_specialize=["T"])
@@ -1489,8 +1489,8 @@ def paged_attention_kernel(q, k_pages, v_pages, k_scales, v_scales, table, lengt
         k = tl.load(k_pages + at_page * D + place[:, None] * D + d, mask=valid[:, None], other=0)
         v = tl.load(v_pages + at_page * D + place[:, None] * D + d, mask=valid[:, None], other=0)
         if k_scales is not None:  # the pages arrive as bytes: a masked load has no 0 in FP8
-            k_scale = tl.load(k_scales + at_page + place, mask=valid, other=0).to(tl.float32)
-            v_scale = tl.load(v_scales + at_page + place, mask=valid, other=0).to(tl.float32)
+            k_scale = tl.load(k_scales + at_page + place, mask=valid, other=0)
+            v_scale = tl.load(v_scales + at_page + place, mask=valid, other=0)
             # Exact: a power of two times a code is a BF16 number.
             k = (k.to(tl.float8e4nv, bitcast=True).to(tl.float32) * k_scale[:, None]).to(query.dtype)
             v = (v.to(tl.float8e4nv, bitcast=True).to(tl.float32) * v_scale[:, None]).to(query.dtype)
