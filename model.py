@@ -1002,9 +1002,9 @@ def _raise_exception(message):
 # Each topic has the same blocks in the same order: the torch reference (the specification; it runs without
 # a GPU), the Triton kernel, the wrapper, the autograd function. What they share is one promise: a value that
 # leads to a log-probability depends on the tokens of its own sequence alone, never on the batch, its order,
-# padding, or on who asked for it (trainer, prefill, decode). Hence no split sums, no atomics, one KV tile,
-# softmax rows that lie within one warp, and contraction switched off with `tl.fma` wherever a fused product
-# is meant.
+# padding, or on who asked for it (trainer, prefill, decode). Hence sums split at fixed places or not at all,
+# no atomics, one KV tile, softmax rows that lie within one warp, and contraction switched off with `tl.fma`
+# wherever a fused product is meant.
 # ======================================================================================================
 
 PAGE = 64  # keys of one attention step == page of the cache: training, prefill and decode share it
@@ -1165,14 +1165,15 @@ def round_to_code(x):
 def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pages, v_pages, k_scales,
                         v_scales, slots, cached, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
                         HEADS: tl.constexpr, PAGE: tl.constexpr):
-    """One program: one token, all of its heads as a (HEADS, D/2) tile of low halves and one of high halves.
+    """One program: HEADS heads of one token, as a (HEADS, D/2) tile of low halves and one of high halves.
 
     Widths are constants, and one binary runs with a cache and without (`cached` 0), so that the order of the
     sum of squares can depend on nothing else.
     """
-    t = tl.program_id(0).to(tl.int64)
+    tiles: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
     dtype: tl.constexpr = q.dtype.element_ty
-    head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, D // 2)[None, :]
+    t = (tl.program_id(0) // tiles).to(tl.int64)
+    head, i = (tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, D // 2)[None, :]
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
     lo, hi, w_lo, w_hi, rstd = load_heads(qkv + (t * (H + 2 * G) + head) * D, q_weight, k_weight, eps,
                                           head < H + 2 * G, is_q, D)
@@ -1211,13 +1212,14 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
 def qk_norm_rope_backward_kernel(dq, dk, dv, qkv, q_weight, k_weight, table, positions, dqkv, partial, T, eps,
                                  H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
                                  TOKENS: tl.constexpr):
-    """One program: TOKENS tokens one after the other. partial (programs, 2, D): its sums for the two norm
-    weights."""
-    head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, D // 2)[None, :]
+    """One program: HEADS heads of TOKENS tokens, one after the other. partial (programs, 2, D): its sums for
+    the two norm weights."""
+    tiles: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
+    head, i = (tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, D // 2)[None, :]
     used, is_q, turned = head < H + 2 * G, head < H, head < H + G
     sum_lo, sum_hi = tl.zeros((HEADS, D // 2), tl.float32), tl.zeros((HEADS, D // 2), tl.float32)
-    t = tl.program_id(0).to(tl.int64) * TOKENS
-    for _ in range(tl.minimum(TOKENS, T - tl.program_id(0) * TOKENS)):
+    t = (tl.program_id(0) // tiles).to(tl.int64) * TOKENS
+    for _ in range(tl.minimum(TOKENS, T - t)):
         at = dq + t * H * D + head * D + i
         a = tl.load(at, mask=is_q, other=0).to(tl.float32)
         b = tl.load(at + D // 2, mask=is_q, other=0).to(tl.float32)
@@ -1256,10 +1258,12 @@ def pages_and_scales(cache):
     return cache if len(cache) == 4 else (*cache, None, None)
 
 
-def head_tile(H, G, D):
-    """(heads padded to a power of two, warps of the kernels above): functions of the widths alone."""
-    heads = triton.next_power_of_2(H + 2 * G)
-    return heads, min(8, max(1, heads * D // 1024))
+HEADS = 16                   # of a program of the kernels above
+
+
+def head_tiles(H, G, D):
+    """(programs a token, warps of a program): functions of the widths alone."""
+    return fp8.cdiv(H + 2 * G, HEADS), max(1, HEADS * D // 256)
 
 
 def qk_norm_rope_forward(qkv, q_weight, k_weight, eps, table, positions, H, G, fp8_kv, cache, slots):
@@ -1272,22 +1276,22 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, eps, table, positions, H, G, f
     cached = int(cache is not None)
     if not cached:  # the same types, so that the same binary runs
         cache, slots = empty_cache(0, G, D, fp8_kv, k.dtype, k.device), positions.new_empty(0).long()
-    heads, warps = head_tile(H, G, D)
+    tiles, warps = head_tiles(H, G, D)
     if T:
-        launch(qk_norm_rope_kernel, T, qkv.contiguous(), q_weight, k_weight, table, positions, q, k, v,
-               *pages_and_scales(cache), slots, cached, eps, H, G, D, heads, PAGE, num_warps=warps)
+        launch(qk_norm_rope_kernel, T * tiles, qkv.contiguous(), q_weight, k_weight, table, positions, q, k, v,
+               *pages_and_scales(cache), slots, cached, eps, H, G, D, HEADS, PAGE, num_warps=warps)
     return q, k, v
 
 
 def qk_norm_rope_backward(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
     if not use_kernels(qkv):
         return qk_norm_rope_backward_reference(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions)
-    (T, H, D), G, tokens = dq.shape, dk.shape[1], 8
-    dqkv, partial = torch.empty_like(qkv), torch.empty(triton.cdiv(T, tokens), 2, D, device=qkv.device)
-    heads, warps = head_tile(H, G, D)
+    (T, H, D), G, tokens = dq.shape, dk.shape[1], 16
+    tiles, warps = head_tiles(H, G, D)
+    dqkv, partial = torch.empty_like(qkv), torch.empty(fp8.cdiv(T, tokens) * tiles, 2, D, device=qkv.device)
     if T:
         launch(qk_norm_rope_backward_kernel, len(partial), dq.contiguous(), dk.contiguous(), dv.contiguous(),
-               qkv.contiguous(), q_weight, k_weight, table, positions, dqkv, partial, T, eps, H, G, D, heads,
+               qkv.contiguous(), q_weight, k_weight, table, positions, dqkv, partial, T, eps, H, G, D, HEADS,
                tokens, num_warps=warps)
     return dqkv, *(partial.sum(0) if q_weight is not None else (None, None))
 
@@ -1352,7 +1356,6 @@ def attend_tiles_reference(q, positions, cache, page_table, lengths):
         n = (last // PAGE >= j).nonzero()[:, 0]                           # tiles that still have keys
         key = torch.arange(j * PAGE, (j + 1) * PAGE)
         valid = (key < lengths[n, None])[:, None]                         # (n, 1, PAGE)
-        # Unused places of a page hold anything, NaN included, and 0 * NaN would reach the sum: load zeros.
         k, v = (torch.where(valid[..., None], x, 0).view(-1, PAGE, D)
                 for x in read_pages_reference(cache, page_table[n, j].long()))
         scores = torch.bmm(q[n].view(-1, S, D), k.mT).view(-1, G, S, PAGE) * D ** -0.5

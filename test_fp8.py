@@ -1120,7 +1120,9 @@ def test_same_bits_whatever_slots_order_pages(policy, alone, slots, pages):
     assert sampler.pool.free == sampler.pool.capacity
 
 
-def test_trainer_recomputes_the_same_bits(policy):
+@pytest.mark.parametrize("split", [model.SPLIT, PAGE])
+def test_trainer_recomputes_the_same_bits(policy, split, monkeypatch):
+    monkeypatch.setattr(model, "SPLIT", split)
     result = Sampler(policy, max_slots=5).generate(PROMPTS, 2, 20, temperature=0.7, seed=3)
     pairs = [(PROMPTS[i // 2], tokens) for i, tokens in enumerate(result.tokens)]
     for order in (pairs, pairs[::-1]):
