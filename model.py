@@ -43,9 +43,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8 import Weight, jit, matmul_rows, tl, triton, use_kernels
+from fp8 import TensorDescriptor, Weight, jit, launch, matmul_rows, tl, triton, use_kernels
 
 PRECISIONS = ("bf16", "fp8-rollout", "fp8")
+KV_TYPES = ("bf16", "fp8")
 
 
 class Layer(nn.Module):
@@ -65,16 +66,17 @@ class Layer(nn.Module):
         self.gate_up = make((2 * c.intermediate_size, C))
         self.down = make((C, c.intermediate_size))
 
-    def forward(self, h, delta, positions, table, attend, quantized):
+    def forward(self, h, delta, positions, table, attend, quantized, fp8_kv, cache=None, slots=None):
         """h (T, C) is the residual stream; delta (T, C), None at first, what the last product adds to it.
 
         The addition is left to the next norm, which reads h anyway: one pass over memory instead of two.
+        cache: this layer's KV pages, to which each token's k and v are written at its slot; None in training.
         """
         c, eps = self.c, self.c.rms_norm_eps
         h, qkv = fp8.norm_linear(h, delta, self.input_norm, eps, self.qkv, self.qkv_bias, quantized)
-        q, k, v = qk_norm_rope(qkv, self.q_norm, self.k_norm, eps, table, positions,
-                               c.num_attention_heads, c.num_key_value_heads)      # (T, H, D), (T, G, D) twice
-        o = attend(q, k, v).flatten(1)                                            # (T, H*D)
+        q, k, v = qk_norm_rope(qkv, self.q_norm, self.k_norm, eps, table, positions, c.num_attention_heads,
+                               c.num_key_value_heads, fp8_kv, cache, slots)       # (T, H, D), (T, G, D) twice
+        o = attend(q, k, v, cache).flatten(1)                                     # (T, H*D)
         delta = fp8.linear(o, self.o, fp8=quantized)                              # (T, C)
         h, gate_up = fp8.norm_linear(h, delta, self.post_norm, eps, self.gate_up, None, quantized)
         return h, fp8.swiglu_linear(gate_up, self.down, quantized)                # (T, C) twice
@@ -84,18 +86,22 @@ class Transformer(nn.Module):
     """A decoder whose linear layers hold BF16 weights, FP8 codes, or both.
 
     precision: "bf16"; "fp8-rollout" (the trainer multiplies in BF16, the sampler in FP8, quantized from the
-    same BF16 weights); "fp8" (both read the one set of FP8 codes). dtype is BF16, or FP32 with "bf16" on a
-    CPU for comparisons. A new model has random weights; `from_pretrained` reads a Hugging Face folder.
+    same BF16 weights); "fp8" (both read the one set of FP8 codes). kv: "bf16", or "fp8": keys and values are
+    rounded to E4M3 with a scale for each token and head, in both again, and the cache takes half the memory.
+    dtype is BF16, or FP32 with "bf16" on a CPU for comparisons. A new model has random weights;
+    `from_pretrained` reads a Hugging Face folder.
     """
 
-    def __init__(self, config, precision="fp8", device=None, dtype=torch.bfloat16, seed=0):
+    def __init__(self, config, precision="fp8", device=None, dtype=torch.bfloat16, seed=0, kv="bf16"):
         super().__init__()
         if precision not in PRECISIONS:
             raise ValueError(f"precision is '{precision}': choose one of {', '.join(PRECISIONS)}")
+        if kv not in KV_TYPES:
+            raise ValueError(f"kv is '{kv}': choose one of {', '.join(KV_TYPES)}")
         if dtype not in (torch.bfloat16, torch.float32) or dtype != torch.bfloat16 and precision != "bf16":
             raise ValueError(f"dtype is {dtype}: it must be torch.bfloat16, or torch.float32 with "
                              "precision='bf16' (FP16 would overflow in models that were trained in BF16)")
-        self.config, self.precision, self.dtype = config, precision, dtype
+        self.config, self.precision, self.dtype, self.kv = config, precision, dtype, kv
         device = torch.device(device or "cpu")
         check_device(device, precision, config)
         keep = {"bf16": "data", "fp8-rollout": "both", "fp8": "codes"}[precision]
@@ -127,40 +133,44 @@ class Transformer(nn.Module):
         if longest > most:                # the kernels would read past the end of the RoPE table
             raise ValueError(f"a sequence has {longest} tokens, the model takes {most} "
                              "(max_position_embeddings)")
-        return self._run(tokens, packing.positions, lambda i, q, k, v: attention(q, k, v, packing),
+        return self._run(tokens, packing.positions, lambda q, k, v, cache: attention(q, k, v, packing),
                          self.precision == "fp8")
 
     @torch.no_grad()
-    def prefill(self, tokens, seqlens, k_pages, v_pages, slots):
-        """The sampler's pass over prompts: the trainer's, and each token's k and v go to its slot (T,)."""
-        packing = pack(seqlens, tokens.device)
+    def prefill(self, tokens, seqlens, caches, slots):
+        """The sampler's pass over prompts: the trainer's, and each token's k and v go to its slot (T,).
 
-        def attend(i, q, k, v):
-            write_pages(k, v, k_pages[i], v_pages[i], slots)
-            return attention(q, k, v, packing)
-        self._run(tokens, packing.positions, attend, self.precision != "bf16")
+        caches: the KV pages of each layer, by `new_caches`.
+        """
+        packing = pack(seqlens, tokens.device)
+        self._run(tokens, packing.positions, lambda q, k, v, cache: attention(q, k, v, packing),
+                  self.precision != "bf16", caches, slots)
 
     @torch.no_grad()
-    def decode(self, tokens, positions, k_pages, v_pages, page_table, lengths, slots):
+    def decode(self, tokens, positions, caches, page_table, lengths, slots):
         """One token of each of B sequences: tokens (B,), positions (B,) int32 -> hidden (B, C).
 
         The token's k and v are written to slots (B,) first, so lengths (B,) int32 count it. A CUDA graph can
         hold all of it.
         """
-        def attend(i, q, k, v):
-            write_pages(k, v, k_pages[i], v_pages[i], slots)
-            return paged_attention(q, k_pages[i], v_pages[i], page_table, lengths)
-        return self._run(tokens, positions, attend, self.precision != "bf16")
+        attend = lambda q, k, v, cache: paged_attention(q, cache, page_table, lengths)
+        return self._run(tokens, positions, attend, self.precision != "bf16", caches, slots)
 
-    def _run(self, tokens, positions, attend, quantized):
+    def _run(self, tokens, positions, attend, quantized, caches=None, slots=None):
         h, delta = embed(tokens, self.embedding), None                            # (T, C)
-        for i, layer in enumerate(self.layers):
-            args = (h, delta, positions, self.table, lambda q, k, v, i=i: attend(i, q, k, v), quantized)
+        for layer, cache in zip(self.layers, caches or [None] * len(self.layers)):
+            args = h, delta, positions, self.table, attend, quantized, self.kv == "fp8", cache, slots
             if self.recompute and torch.is_grad_enabled():
                 h, delta = checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
             else:
                 h, delta = layer(*args)
         return fp8.norm(h, delta, self.norm, self.config.rms_norm_eps)[1]          # (T, C)
+
+    def new_caches(self, pages):
+        """An empty KV cache of so many pages: a tuple of tensors, by `empty_cache`, for each layer."""
+        c = self.config
+        return [empty_cache(pages, c.num_key_value_heads, c.head_dim, self.kv == "fp8", self.dtype,
+                            self.table.device) for _ in self.layers]
 
     def logits(self, hidden):
         """(T, C) -> (T, V) in FP32. For looking and comparing: training and sampling never store logits."""
@@ -203,12 +213,12 @@ class Transformer(nn.Module):
                 yield name, torch.randn(weight.shape, generator=generator) * std
 
     @classmethod
-    def from_pretrained(cls, folder, precision="fp8", device=None, dtype=torch.bfloat16):
+    def from_pretrained(cls, folder, precision="fp8", device=None, dtype=torch.bfloat16, kv="bf16"):
         """Read a Hugging Face folder (or, with huggingface_hub, a name like Qwen/Qwen3-0.6B)."""
         folder = folder_from_name(folder)
         config = Config.from_folder(folder)
         tensors = read_tensors(folder, config)        # checks the files before any memory is taken
-        return cls(config, precision, device, dtype, seed=None).load(tensors)
+        return cls(config, precision, device, dtype, seed=None, kv=kv).load(tensors)
 
     def save_pretrained(self, folder, pairs=None):
         """Write a folder that any Hugging Face loader reads: BF16 weights under their usual names.
@@ -230,8 +240,8 @@ def check_device(device, precision, config):
     if precision != "bf16" and (major, minor) < (8, 9):
         raise RuntimeError("FP8 needs compute capability 8.9 or later, "
                            f"{torch.cuda.get_device_name(device)} has {major}.{minor}: use --precision=bf16")
-    if config.head_dim not in (16, 32, 64, 128, 256):
-        raise ValueError(f"head_dim is {config.head_dim}: the attention kernel takes 16, 32, 64, 128 or 256")
+    if config.head_dim not in (16, 32, 64, 128):
+        raise ValueError(f"head_dim is {config.head_dim}: the attention kernel takes 16, 32, 64 or 128")
 
 
 # ======================================================================================================
@@ -992,12 +1002,13 @@ def _raise_exception(message):
 # Each topic has the same blocks in the same order: the torch reference (the specification; it runs without
 # a GPU), the Triton kernel, the wrapper, the autograd function. What they share is one promise: a value that
 # leads to a log-probability depends on the tokens of its own sequence alone, never on the batch, its order,
-# padding, or on who asked for it (trainer, prefill, decode). Hence no split sums, no atomics, one KV tile,
-# softmax rows that lie within one warp, and contraction switched off with `tl.fma` wherever a fused product
-# is meant.
+# padding, or on who asked for it (trainer, prefill, decode). Hence sums split at fixed places or not at all,
+# no atomics, one KV tile, softmax rows that lie within one warp, and contraction switched off with `tl.fma`
+# wherever a fused product is meant.
 # ======================================================================================================
 
 PAGE = 64  # keys of one attention step == page of the cache: training, prefill and decode share it
+SPLIT = 2048                 # keys of one softmax, to be merged with the next: decode runs them side by side
 VTILE = 128                  # vocabulary columns of one (max, sum) partial in the head
 LOG2E = 1.4426950408889634   # the GPU has exp2 only: log2(e) is folded into the softmax scale
 
@@ -1009,13 +1020,13 @@ class Packing:
     """Where B sequences lie in T packed tokens. Made by `pack`; every tensor is int32 on the model's device.
 
     positions (T,) in the token's own sequence; starts (B+1,) row offsets; tiles (N, 4): one row for each
-    attention tile of `rows` queries, (first packed row of the sequence, first query in the sequence,
-    length, 0). """
+    attention tile of `rows` queries, (first packed row of the sequence, first query in the sequence, length,
+    first row of the sequence where each is padded to whole tiles, N * rows in all). """
 
     def __init__(self, lengths, device):
-        # 128 rows fill a Hopper tile (8 warps). The CPU computes whole padded tiles, decode included: 16
-        # waste less.
-        self.rows = 128 if device.type == "cuda" else 16
+        # 64 rows are what four warps multiply at once. The CPU computes whole padded tiles, decode included:
+        # 16 waste less.
+        self.rows = 64 if device.type == "cuda" else 16
         starts = F.pad(lengths.cumsum(0), (1, 0))
         self.total, self.lengths = int(starts[-1]), lengths.tolist()
         sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -1023,7 +1034,8 @@ class Packing:
         count = (lengths + self.rows - 1) // self.rows
         owner = torch.arange(len(lengths)).repeat_interleave(count)
         first = (torch.arange(len(owner)) - (count.cumsum(0) - count)[owner]) * self.rows
-        tiles = torch.stack([starts[owner], first, lengths[owner], torch.zeros_like(owner)], dim=1)
+        padded = (count.cumsum(0) - count) * self.rows
+        tiles = torch.stack([starts[owner], first, lengths[owner], padded[owner]], dim=1)
         # Causal work grows with `first`: the longest tiles start first, so that the last ones to finish are
         # short.
         tiles = tiles[first.argsort(descending=True, stable=True)]
@@ -1040,7 +1052,8 @@ def pack(seqlens, device):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Norm of q and k, RoPE, and the split of the fused QKV rows
+# From the fused QKV rows to q, k, v: norm of q and k, RoPE, FP8 KV, and the pages of the cache
+#
 
 def rope_table(config, length, device):
     """FP32 (length, D): cosines of the D/2 angles, then their sines, by position in the token's own sequence.
@@ -1051,25 +1064,58 @@ def rope_table(config, length, device):
     return torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
 
 
-def qk_norm_rope_ref(qkv, q_weight, k_weight, eps, table, positions, H, G):
-    """Reference. q and k heads: RMS norm (rounded to qkv.dtype), rotation (rounded again). v heads:
-    copied."""
+def empty_cache(pages, G, D, fp8_kv, dtype, device):
+    """A layer's cache: k, v (pages, G, PAGE, D), zeros; in FP8 codes, and their FP32 scales (pages, G, PAGE)
+    twice. What one decode program reads of a page, the keys or values of one head, lies side by side."""
+    zeros = lambda *shape, dtype: torch.zeros(pages, G, PAGE, *shape, dtype=dtype, device=device)
+    values = [zeros(D, dtype=fp8.E4M3 if fp8_kv else dtype) for _ in "kv"]
+    return *values, *(zeros(dtype=torch.float32) for _ in "kv" if fp8_kv)
+
+
+def quantize_heads_reference(x):
+    """x (T, G, D) -> E4M3 codes (T, G, D), FP32 scales (T, G), and codes * scales in x.dtype: (T, G, D).
+
+    A scale is that of fp8.py, amax/448, rounded up to a power of two: then the product has no rounding of its
+    own, and attention over codes has the bits of attention over BF16. NaN and Inf stay in the scale.
+    """
+    scale = x.float().abs().amax(2, keepdim=True).clamp(min=fp8.AMAX_FLOOR) / fp8.E4M3_MAX
+    power = (scale.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)
+    scale = torch.where(scale < torch.inf, power, scale)
+    codes = (x.float() / scale).clamp(-fp8.E4M3_MAX, fp8.E4M3_MAX).to(fp8.E4M3)
+    return codes, scale[:, :, 0], (codes.float() * scale).to(x.dtype)
+
+
+def write_pages_reference(values, cache, slots):
+    """Token t of `values`, (T, G, D) or (T, G) each, goes to page slots[t] // PAGE, place slots[t] % PAGE."""
+    for x, pages in zip(values, cache):
+        pages[slots // PAGE, :, slots % PAGE] = x
+
+
+def qk_norm_rope_reference(qkv, q_weight, k_weight, eps, table, positions, H, G, fp8_kv, cache, slots):
+    """q and k heads: RMS norm (rounded to qkv.dtype), rotation (rounded again). v heads: copied."""
     T, D = len(qkv), qkv.shape[1] // (H + 2 * G)
     cos, sin = table[positions.long()].view(T, 1, D).chunk(2, dim=2)
-    out = []
-    for x, weight in zip(qkv.view(T, -1, D).split([H, G, G], dim=1)[:2], (q_weight, k_weight)):
+    q, k, v = qkv.view(T, -1, D).split([H, G, G], dim=1)
+    turned = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
         x = x.float()
         if weight is not None:
             rstd = 1 / (x.square().sum(-1, keepdim=True) / D + eps).sqrt()
             x = (x * rstd * weight.float()).to(qkv.dtype).float()
         a, b = x.chunk(2, dim=2)
-        out.append(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=2).to(qkv.dtype))
-    return *out, qkv.view(T, -1, D)[:, H + G:].contiguous()
+        turned.append(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=2).to(qkv.dtype))
+    (q, k), v = turned, v.contiguous()
+    stored = k, v
+    if fp8_kv:
+        (k_codes, k_scale, k), (v_codes, v_scale, v) = map(quantize_heads_reference, (k, v))
+        stored = k_codes, v_codes, k_scale, v_scale
+    if cache:
+        write_pages_reference(stored, cache, slots)
+    return q, k, v
 
 
-def qk_norm_rope_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
-    """Reference. Gradients of q, k, v -> d(qkv), and the FP32 (D,) gradients of the two norm weights (or
-    None)."""
+def qk_norm_rope_backward_reference(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
+    """Gradients of q, k, v -> d(qkv), and the FP32 (D,) gradients of the two norm weights (or None)."""
     (T, H, D), G = dq.shape, dk.shape[1]
     cos, sin = table[positions.long()].view(T, 1, D).chunk(2, dim=2)
     grads, weight_grads = [], []
@@ -1089,86 +1135,106 @@ def qk_norm_rope_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, eps, table, p
 
 
 @jit
-def _load_heads(at, qw_ptr, kw_ptr, eps, mask, is_q, D: tl.constexpr, NORM: tl.constexpr):
+def load_heads(at, q_weight, k_weight, eps, mask, is_q, D: tl.constexpr):
     """One (heads, D/2) pair of halves at `at` in FP32, their norm weights, and 1/RMS by head."""
     i = tl.arange(0, D // 2)[None, :]
     lo = tl.load(at + i, mask=mask, other=0).to(tl.float32)
     hi = tl.load(at + D // 2 + i, mask=mask, other=0).to(tl.float32)
     w_lo, w_hi, rstd = lo, hi, lo
-    if NORM:
-        w_lo = tl.where(is_q, tl.load(qw_ptr + i), tl.load(kw_ptr + i)).to(tl.float32)
-        w_hi = tl.where(is_q, tl.load(qw_ptr + D // 2 + i), tl.load(kw_ptr + D // 2 + i)).to(tl.float32)
+    if q_weight is not None:
+        w_lo = tl.where(is_q, tl.load(q_weight + i), tl.load(k_weight + i)).to(tl.float32)
+        w_hi = tl.where(is_q, tl.load(q_weight + D // 2 + i), tl.load(k_weight + D // 2 + i)).to(tl.float32)
         square = tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)
         rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, D * 1.0) + eps))[:, None]
     return lo, hi, w_lo, w_hi, rstd
 
 
 @jit
-def _qk_norm_rope_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, table_ptr, position_ptr, q_ptr, k_ptr, v_ptr,      # pointers
-    eps,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
-):
-    """One program: one token, all of its heads as a (HEADS, D/2) tile of low halves and one of high halves.
+def store_halves(at, lo, hi, mask, D: tl.constexpr):
+    i = tl.arange(0, D // 2)[None, :]
+    tl.store(at + i, lo.to(at.dtype.element_ty), mask=mask)
+    tl.store(at + D // 2 + i, hi.to(at.dtype.element_ty), mask=mask)
 
-    Widths are constants, so that the order of the sum of squares can depend on nothing else.
+
+@jit
+def round_to_code(x):
+    return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@jit(do_not_specialize=["cached"])
+def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pages, v_pages, k_scales,
+                        v_scales, slots, cached, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                        HEADS: tl.constexpr, PAGE: tl.constexpr):
+    """One program: HEADS heads of one token, as a (HEADS, D/2) tile of low halves and one of high halves.
+
+    Widths are constants, and one binary runs with a cache and without (`cached` 0), so that the order of the
+    sum of squares can depend on nothing else.
     """
-    t = tl.program_id(0).to(tl.int64)
-    head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, D // 2)[None, :]
-    used, is_q, turned = head < H + 2 * G, head < H, head < H + G
-    lo, hi, w_lo, w_hi, rstd = _load_heads(qkv_ptr + (t * (H + 2 * G) + head) * D, q_weight_ptr, k_weight_ptr,
-                                           eps, used, is_q, D, NORM)
+    tiles: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
+    dtype: tl.constexpr = q.dtype.element_ty
+    t = (tl.program_id(0) // tiles).to(tl.int64)
+    head, i = (tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, D // 2)[None, :]
+    is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
+    lo, hi, w_lo, w_hi, rstd = load_heads(qkv + (t * (H + 2 * G) + head) * D, q_weight, k_weight, eps,
+                                          head < H + 2 * G, is_q, D)
     a, b = lo, hi
-    if NORM:
-        a = (a * rstd * w_lo).to(q_ptr.dtype.element_ty).to(tl.float32)
-        b = (b * rstd * w_hi).to(q_ptr.dtype.element_ty).to(tl.float32)
-    position = tl.load(position_ptr + t).to(tl.int64)
-    cos = tl.load(table_ptr + position * D + i)
-    sin = tl.load(table_ptr + position * D + D // 2 + i)
-    lo = tl.where(turned, a * cos - b * sin, lo).to(q_ptr.dtype.element_ty)
-    hi = tl.where(turned, b * cos + a * sin, hi).to(q_ptr.dtype.element_ty)
-    q_at = q_ptr + t * H * D + head * D + i
-    k_at = k_ptr + t * G * D + (head - H) * D + i
-    v_at = v_ptr + t * G * D + (head - H - G) * D + i
-    tl.store(q_at, lo, mask=is_q)
-    tl.store(q_at + D // 2, hi, mask=is_q)
-    tl.store(k_at, lo, mask=turned & (head >= H))
-    tl.store(k_at + D // 2, hi, mask=turned & (head >= H))
-    tl.store(v_at, lo, mask=used & (head >= H + G))
-    tl.store(v_at + D // 2, hi, mask=used & (head >= H + G))
+    if q_weight is not None:
+        a, b = (a * rstd * w_lo).to(dtype).to(tl.float32), (b * rstd * w_hi).to(dtype).to(tl.float32)
+    at = table + tl.load(positions + t).to(tl.int64) * D + i
+    cos, sin = tl.load(at), tl.load(at + D // 2)
+    lo = tl.where(is_q | is_k, a * cos - b * sin, lo).to(dtype)
+    hi = tl.where(is_q | is_k, b * cos + a * sin, hi).to(dtype)
+    store_halves(q + (t * H + head) * D, lo, hi, is_q, D)
+    code_lo, code_hi = lo, hi
+    if k_scales is not None:
+        lo, hi = lo.to(tl.float32), hi.to(tl.float32)
+        peak = tl.max(tl.maximum(lo.to(tl.int32, bitcast=True) & 0x7FFFFFFF,
+                                 hi.to(tl.int32, bitcast=True) & 0x7FFFFFFF), 1)[:, None]
+        scale = fp8.scale_of(peak.to(tl.float32, bitcast=True))
+        power = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(scale < float("inf"), power, scale)
+        turn = tl.div_rn(1.0, scale)  # of a power of two: the products are exact, and far cheaper
+        code_lo, code_hi = round_to_code(lo * turn), round_to_code(hi * turn)
+        lo, hi = code_lo.to(tl.float32) * scale, code_hi.to(tl.float32) * scale
+    store_halves(k + (t * G + head - H) * D, lo, hi, is_k, D)
+    store_halves(v + (t * G + head - H - G) * D, lo, hi, is_v, D)
+    if cached:
+        slot = tl.load(slots + t)
+        place = slot // PAGE * (G * PAGE) + (head - H) * PAGE + slot % PAGE
+        store_halves(k_pages + place * D, code_lo, code_hi, is_k, D)
+        store_halves(v_pages + (place - G * PAGE) * D, code_lo, code_hi, is_v, D)
+        if k_scales is not None:
+            tl.store(k_scales + place, scale, mask=is_k)
+            tl.store(v_scales + place - G * PAGE, scale, mask=is_v)
 
 
 @jit(do_not_specialize=["T"])
-def _qk_norm_rope_backward_kernel(
-    dq_ptr, dk_ptr, dv_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, table_ptr, position_ptr,   # pointers, read
-    dqkv_ptr, partial_ptr,  # pointers, written
-    T, eps,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """One program: TOKENS tokens one after the other. partial (programs, 2, D): its sums for the two norm
-    weights."""
-    head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, D // 2)[None, :]
+def qk_norm_rope_backward_kernel(dq, dk, dv, qkv, q_weight, k_weight, table, positions, dqkv, partial, T, eps,
+                                 H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+                                 TOKENS: tl.constexpr):
+    """One program: HEADS heads of TOKENS tokens, one after the other. partial (programs, 2, D): its sums for
+    the two norm weights."""
+    tiles: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
+    head, i = (tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, D // 2)[None, :]
     used, is_q, turned = head < H + 2 * G, head < H, head < H + G
     sum_lo, sum_hi = tl.zeros((HEADS, D // 2), tl.float32), tl.zeros((HEADS, D // 2), tl.float32)
-    t = tl.program_id(0).to(tl.int64) * TOKENS
-    for _ in range(tl.minimum(TOKENS, T - tl.program_id(0) * TOKENS)):
-        at = dq_ptr + t * H * D + head * D + i
+    t = (tl.program_id(0) // tiles).to(tl.int64) * TOKENS
+    for _ in range(tl.minimum(TOKENS, T - t)):
+        at = dq + t * H * D + head * D + i
         a = tl.load(at, mask=is_q, other=0).to(tl.float32)
         b = tl.load(at + D // 2, mask=is_q, other=0).to(tl.float32)
-        at = dk_ptr + t * G * D + (head - H) * D + i  # each head lies in one of the three: add
+        at = dk + t * G * D + (head - H) * D + i  # each head lies in one of the three: add
         a += tl.load(at, mask=turned & (head >= H), other=0).to(tl.float32)
         b += tl.load(at + D // 2, mask=turned & (head >= H), other=0).to(tl.float32)
-        at = dv_ptr + t * G * D + (head - H - G) * D + i
+        at = dv + t * G * D + (head - H - G) * D + i
         a += tl.load(at, mask=used & (head >= H + G), other=0).to(tl.float32)
         b += tl.load(at + D // 2, mask=used & (head >= H + G), other=0).to(tl.float32)
-        position = tl.load(position_ptr + t).to(tl.int64)
-        cos = tl.load(table_ptr + position * D + i)
-        sin = tl.load(table_ptr + position * D + D // 2 + i)
+        at = table + tl.load(positions + t).to(tl.int64) * D + i
+        cos, sin = tl.load(at), tl.load(at + D // 2)
         g_lo, g_hi = tl.where(turned, a * cos + b * sin, a), tl.where(turned, b * cos - a * sin, b)
-        if NORM:
-            lo, hi, w_lo, w_hi, rstd = _load_heads(qkv_ptr + (t * (H + 2 * G) + head) * D, q_weight_ptr,
-                                                   k_weight_ptr, eps, used, is_q, D, NORM)
+        if q_weight is not None:
+            lo, hi, w_lo, w_hi, rstd = load_heads(qkv + (t * (H + 2 * G) + head) * D, q_weight, k_weight, eps,
+                                                  used, is_q, D)
             lo, hi = lo * rstd, hi * rstd
             sum_lo += g_lo * lo
             sum_hi += g_hi * hi
@@ -1176,12 +1242,10 @@ def _qk_norm_rope_backward_kernel(
             mean = tl.div_rn(tl.sum(w_lo * lo, 1) + tl.sum(w_hi * hi, 1), D * 1.0)[:, None]
             g_lo = tl.where(turned, rstd * (w_lo - lo * mean), g_lo)
             g_hi = tl.where(turned, rstd * (w_hi - hi * mean), g_hi)
-        at = dqkv_ptr + t * (H + 2 * G) * D + head * D + i
-        tl.store(at, g_lo.to(dqkv_ptr.dtype.element_ty), mask=used)
-        tl.store(at + D // 2, g_hi.to(dqkv_ptr.dtype.element_ty), mask=used)
+        store_halves(dqkv + (t * (H + 2 * G) + head) * D, g_lo, g_hi, used, D)
         t += 1
-    if NORM:
-        at = partial_ptr + tl.program_id(0) * 2 * D + tl.arange(0, D // 2)
+    if q_weight is not None:
+        at = partial + tl.program_id(0) * 2 * D + tl.arange(0, D // 2)
         is_k = turned & (head >= H)
         tl.store(at, tl.sum(tl.where(is_q, sum_lo, 0), 0))
         tl.store(at + D // 2, tl.sum(tl.where(is_q, sum_hi, 0), 0))
@@ -1189,90 +1253,111 @@ def _qk_norm_rope_backward_kernel(
         tl.store(at + D + D // 2, tl.sum(tl.where(is_k, sum_hi, 0), 0))
 
 
-def _head_tile(H, G, D):
-    """(heads padded to a power of two, warps of the kernels above): functions of the widths alone."""
-    heads = triton.next_power_of_2(H + 2 * G)
-    return heads, min(8, max(1, heads * D // 1024))
+def pages_and_scales(cache):
+    """The four pointers of a cache that kernels take: k, v, and their scales or None twice."""
+    return cache if len(cache) == 4 else (*cache, None, None)
 
 
-def _qk_norm_rope_gpu(qkv, q_weight, k_weight, eps, table, positions, H, G):
+HEADS = 16                   # of a program of the kernels above
+
+
+def head_tiles(H, G, D):
+    """(programs a token, warps of a program): functions of the widths alone."""
+    return fp8.cdiv(H + 2 * G, HEADS), max(1, HEADS * D // 256)
+
+
+def qk_norm_rope_forward(qkv, q_weight, k_weight, eps, table, positions, H, G, fp8_kv, cache, slots):
+    if not use_kernels(qkv):
+        return qk_norm_rope_reference(qkv, q_weight, k_weight, eps, table, positions, H, G, fp8_kv, cache,
+                                      slots)
     T, D = len(qkv), qkv.shape[1] // (H + 2 * G)
-    _check_head_size(D)
+    check_head_size(D)
     q, k, v = (qkv.new_empty(T, heads, D) for heads in (H, G, G))
-    heads, warps = _head_tile(H, G, D)
+    cached = int(cache is not None)
+    if not cached:  # the same types, so that the same binary runs
+        cache, slots = empty_cache(0, G, D, fp8_kv, k.dtype, k.device), positions.new_empty(0).long()
+    tiles, warps = head_tiles(H, G, D)
     if T:
-        _qk_norm_rope_kernel[(T,)](
-            qkv.contiguous(), q_weight, k_weight, table, positions, q, k, v, eps, H, G, D, heads,
-            q_weight is not None, num_warps=warps, enable_fp_fusion=False)
+        launch(qk_norm_rope_kernel, T * tiles, qkv.contiguous(), q_weight, k_weight, table, positions, q, k, v,
+               *pages_and_scales(cache), slots, cached, eps, H, G, D, HEADS, PAGE, num_warps=warps)
     return q, k, v
 
 
-def _qk_norm_rope_backward_gpu(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
-    (T, H, D), G, tokens = dq.shape, dk.shape[1], 8
-    norm, programs = q_weight is not None, triton.cdiv(T, tokens)
-    dqkv, partial = torch.empty_like(qkv), torch.empty(programs, 2, D, device=qkv.device)
-    heads, warps = _head_tile(H, G, D)
+def qk_norm_rope_backward(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
+    if not use_kernels(qkv):
+        return qk_norm_rope_backward_reference(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions)
+    (T, H, D), G, tokens = dq.shape, dk.shape[1], 16
+    tiles, warps = head_tiles(H, G, D)
+    dqkv, partial = torch.empty_like(qkv), torch.empty(fp8.cdiv(T, tokens) * tiles, 2, D, device=qkv.device)
     if T:
-        _qk_norm_rope_backward_kernel[(programs,)](
-            dq.contiguous(), dk.contiguous(), dv.contiguous(), qkv.contiguous(), q_weight, k_weight, table,
-            positions, dqkv, partial, T, eps, H, G, D, heads, norm, tokens, num_warps=warps,
-            enable_fp_fusion=False)
-    return dqkv, *(partial.sum(0) if norm else (None, None))
+        launch(qk_norm_rope_backward_kernel, len(partial), dq.contiguous(), dk.contiguous(), dv.contiguous(),
+               qkv.contiguous(), q_weight, k_weight, table, positions, dqkv, partial, T, eps, H, G, D, HEADS,
+               tokens, num_warps=warps)
+    return dqkv, *(partial.sum(0) if q_weight is not None else (None, None))
 
 
-class _QKNormRope(torch.autograd.Function):
+class QKNormRopeFunction(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, qkv, q_norm, k_norm, eps, table, positions, H, G):
+    def forward(ctx, qkv, q_norm, k_norm, eps, table, positions, *rest):
         weights = [w if w is None else w.data for w in (q_norm, k_norm)]
-        forward = _qk_norm_rope_gpu if use_kernels(qkv) else qk_norm_rope_ref
         ctx.save_for_backward(qkv, table, positions)
         ctx.weights = q_norm, k_norm, eps
-        return forward(qkv, *weights, eps, table, positions, H, G)
+        return qk_norm_rope_forward(qkv, *weights, eps, table, positions, *rest)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
+        """FP8 KV is straight-through: the gradient of codes * scales counts as that of what was rounded."""
         (qkv, table, positions), (q_norm, k_norm, eps) = ctx.saved_tensors, ctx.weights
         weights = [w if w is None else w.data for w in (q_norm, k_norm)]
-        backward = _qk_norm_rope_backward_gpu if use_kernels(qkv) else qk_norm_rope_backward_ref
-        dqkv, *weight_grads = backward(dq, dk, dv, qkv, *weights, eps, table, positions)
+        dqkv, *weight_grads = qk_norm_rope_backward(dq, dk, dv, qkv, *weights, eps, table, positions)
         for weight, grad in zip((q_norm, k_norm), weight_grads):
             if weight is not None:
                 weight.add_grad(grad)
-        return dqkv, *[None] * 7
+        return dqkv, *[None] * 10
 
 
-def qk_norm_rope(qkv, q_norm, k_norm, eps, table, positions, H, G):
+def qk_norm_rope(qkv, q_norm, k_norm, eps, table, positions, H, G, fp8_kv=False, cache=None, slots=None):
     """qkv (T, (H+2G)*D) -> q (T,H,D), k (T,G,D), v (T,G,D), contiguous, in qkv.dtype.
 
     q_norm, k_norm: Weight (D,) or None (families without q/k norm); table: `rope_table`; positions (T,)
-    int32. """
-    return _QKNormRope.apply(qkv, q_norm, k_norm, eps, table, positions, H, G)
+    int32. fp8_kv: k and v are codes * scales, one scale for each token and head. cache: pages of a layer,
+    to which k and v, or codes and scales, are written as well, at slots (T,) int64.
+    """
+    return QKNormRopeFunction.apply(qkv, q_norm, k_norm, eps, table, positions, H, G, fp8_kv, cache, slots)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Attention
 
-def _attend_tiles(q, positions, k_pages, v_pages, page_table, lengths):
+def read_pages_reference(cache, pages):
+    """pages (n,) -> their keys and values in FP32, (n, G, PAGE, D) each: in FP8, codes * scales."""
+    k, v, *scales = (x[pages].float() for x in cache)
+    return [x * scale[..., None] for x, scale in zip((k, v), scales)] if scales else (k, v)
+
+
+def attend_tiles_reference(q, positions, cache, page_table, lengths):
     """The one tile that both references run: query tiles over pages, with an online softmax.
 
-    q (N,H,R,D), row r of tile n at positions[n, r]; keys and values of tile n: page_table[n] in
-    (P,G,PAGE,D), of which lengths[n] are valid. Every product has the same shape whatever N is, and a step
+    q (N,H,R,D), row r of tile n at positions[n, r]; keys and values of tile n: page_table[n] in the pages of
+    `cache`, of which lengths[n] are valid. Every product has the same shape whatever N is, and a step
     that is masked for a row leaves it as it was (factor exp(0) = 1, terms 0): so a row's bits depend on its
-    own keys only. -> (N,H,R,D) FP32. """
-    (N, H, R, D), G, dtype = q.shape, k_pages.shape[1], q.dtype
+    own keys only. Every SPLIT keys a new softmax starts, merged in order: decode computes them side by side.
+    -> (N,H,R,D) FP32. """
+    (N, H, R, D), G, dtype = q.shape, cache[0].shape[1], q.dtype
     S = H // G * R  # rows of a product: a group's heads, stacked
-    top = torch.full((N, G, S, 1), -torch.inf)
-    total, out = torch.zeros(N, G, S, 1), torch.zeros(N, G, S, D)
+    fresh = lambda: (torch.full((N, G, S, 1), -torch.inf), torch.zeros(N, G, S, 1), torch.zeros(N, G, S, D))
+    (top, total, out), whole = fresh(), fresh()
     q, last = q.float().reshape(N, G, S, D).contiguous(), torch.minimum(positions.amax(1), lengths - 1)
     positions = positions.repeat(1, H // G)[:, None, :, None]             # (N, 1, S, 1)
     for j in range(int(last.max()) // PAGE + 1 if N else 0):
+        if j and j * PAGE % SPLIT == 0:
+            whole, (top, total, out) = merge_reference(whole, (top, total, out)), fresh()
         n = (last // PAGE >= j).nonzero()[:, 0]                           # tiles that still have keys
         key = torch.arange(j * PAGE, (j + 1) * PAGE)
         valid = (key < lengths[n, None])[:, None]                         # (n, 1, PAGE)
-        # Unused places of a page hold anything, NaN included, and 0 * NaN would reach the sum: load zeros.
-        k, v = (torch.where(valid[..., None], pages[page_table[n, j].long()], 0).float().view(-1, PAGE, D)
-                for pages in (k_pages, v_pages))
+        k, v = (torch.where(valid[..., None], x, 0).view(-1, PAGE, D)
+                for x in read_pages_reference(cache, page_table[n, j].long()))
         scores = torch.bmm(q[n].view(-1, S, D), k.mT).view(-1, G, S, PAGE) * D ** -0.5
         scores = scores.masked_fill_(~((key <= positions[n]) & valid[:, :, None]), -torch.inf)
         new_top = torch.maximum(top[n], scores.amax(-1, keepdim=True))
@@ -1280,11 +1365,20 @@ def _attend_tiles(q, positions, k_pages, v_pages, page_table, lengths):
         total[n] = total[n] * fade + p.sum(-1, keepdim=True)
         product = torch.bmm(p.to(dtype).float().view(-1, S, PAGE), v).view(-1, G, S, D)
         out[n], top[n] = out[n] * fade + product, new_top
+    _, total, out = merge_reference(whole, (top, total, out))
     return (out / total.clamp(min=1e-30)).view(N, H, R, D)                # length 0: no key, zeros
 
 
-def attention_ref(q, k, v, packing):
-    """Reference: the packed tokens become zero-padded query tiles and pages, then tiles back to tokens."""
+def merge_reference(whole, part):
+    """Two softmaxes over different keys, each (maximum, sum, sum times v), as one. An empty one changes no
+    bit."""
+    top = torch.maximum(whole[0], part[0])
+    old, new = ((x[0] - top).exp().nan_to_num(1.0) for x in (whole, part))         # -inf - -inf: both empty
+    return top, whole[1] * old + part[1] * new, whole[2] * old + part[2] * new
+
+
+def attention_reference(q, k, v, packing):
+    """The packed tokens become zero-padded query tiles and pages, then tiles back to tokens."""
     (_, H, D), R = q.shape, packing.rows
     start, first, length, _ = packing.tiles.long().unbind(1)
     positions = first[:, None] + torch.arange(R)                          # (N, R)
@@ -1296,31 +1390,30 @@ def attention_ref(q, k, v, packing):
     first_page = pages_of.cumsum(0) - pages_of
     owner = torch.arange(len(pages_of)).repeat_interleave(torch.tensor(packing.lengths, dtype=torch.int64))
     position = packing.positions.long()
-    k_pages, v_pages = (x.new_zeros(int(pages_of.sum()), k.shape[1], PAGE, D) for x in (k, v))
-    write_pages_ref(k, v, k_pages, v_pages, first_page[owner] * PAGE + position)
+    cache = [x.new_zeros(int(pages_of.sum()), k.shape[1], PAGE, D) for x in (k, v)]
+    write_pages_reference((k, v), cache, first_page[owner] * PAGE + position)
     sequence = torch.searchsorted(packing.starts.long(), start.contiguous(), right=True) - 1
     table = first_page[sequence, None] + torch.arange(max(pages_of.tolist(), default=0))
-    out = _attend_tiles(tiles.transpose(1, 2), positions, k_pages, v_pages, table, length).transpose(1, 2)
+    out = attend_tiles_reference(tiles.transpose(1, 2), positions, cache, table, length).transpose(1, 2)
     o = torch.empty_like(q)
     o[row] = out[inside].to(q.dtype)
     return o
 
 
-def paged_attention_ref(q, k_pages, v_pages, page_table, lengths):
-    """Reference: one query a sequence, put where the packed pass has it in its tile, over that sequence's
-    pages."""
+def paged_attention_reference(q, cache, page_table, lengths):
+    """One query a sequence, put where the packed pass has it in its tile, over that sequence's pages."""
     (B, H, D), R = q.shape, 16
     lengths = lengths.long()
     place = (lengths - 1).clamp(min=0) % R
     tiles = q.new_zeros(B, R, H, D)
     tiles[torch.arange(B), place] = q
     positions = ((lengths - 1).clamp(min=0) - place)[:, None] + torch.arange(R)
-    out = _attend_tiles(tiles.transpose(1, 2), positions, k_pages, v_pages, page_table, lengths)
+    out = attend_tiles_reference(tiles.transpose(1, 2), positions, cache, page_table, lengths)
     return out[torch.arange(B), :, place].to(q.dtype)
 
 
-def attention_backward_ref(do, q, k, v, packing):
-    """Reference. The textbook formulas, sequence by sequence, in FP32; gradients need no equality of bits."""
+def attention_backward_reference(do, q, k, v, packing):
+    """The textbook formulas, sequence by sequence, in FP32; gradients need no equality of bits."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     repeat, scale, start = q.shape[1] // k.shape[1], q.shape[2] ** -0.5, 0
     for length in packing.lengths:
@@ -1339,13 +1432,26 @@ def attention_backward_ref(do, q, k, v, packing):
 
 
 @jit
-def _softmax_step(scores, seen, v, top, total, acc, SCALE: tl.constexpr):
-    """One page of keys: scores (rows, PAGE) FP32, unscaled. The trainer's tile and the decode tile both
-    call this.
+def load_tile(tiles, i):
+    """Row i of Packing.tiles."""
+    at = tiles + i * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@jit
+def no_keys(ROWS: tl.constexpr, D: tl.constexpr):
+    """Where a softmax starts, in the units of softmax_step: top, total, acc."""
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, D), tl.float32)
+
+
+@jit
+def softmax_step(scores, v, top, total, acc, SCALE: tl.constexpr):
+    """One page of keys: scores (rows, PAGE) FP32, unscaled, -inf where masked. The trainer's tile and the
+    decode tile both call this.
 
     In units of log2: top is the running maximum, total the sum of 2^(score - top), acc (rows, D) that sum
     times v. """
-    scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) * SCALE)
     p = tl.exp2(tl.fma(scores, SCALE, -new_top[:, None]))
     fade = tl.exp2(top - new_top)  # exactly 1 where the page changed nothing, 0 at the first page
@@ -1354,241 +1460,258 @@ def _softmax_step(scores, seen, v, top, total, acc, SCALE: tl.constexpr):
     return new_top, total, acc
 
 
-@jit(do_not_specialize=["T"])
-def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, tile_ptr, o_ptr, lse_ptr,          # pointers
-    T,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """One program: ROWS queries of one sequence and head. lse (H,T) = log2 of the softmax denominator, for
-    backward.
+@jit
+def merge(top, total, acc, part_top, part_total, part_acc):
+    """Two softmaxes over different keys as one: top, total (rows,), acc (rows, D), as in softmax_step."""
+    new_top = tl.maximum(top, part_top)
+    old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+    return (new_top, tl.fma(total, old, part_total * new),
+            tl.fma(acc, old[:, None], part_acc * new[:, None]))
 
-    Heads are fastest in the grid: those that share keys run side by side and find them in the L2 cache.
+
+@jit(do_not_specialize=["R"])
+def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                     SCALE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr):
+    """One program: ROWS queries of one sequence and head. k_tiles, v_tiles: (T, G*D), read by TMA in tiles of
+    PAGE keys. lse (H, R) = log2 of the softmax denominator, for backward; its sequences are padded with +inf.
+
+    The last page of a sequence may hold rows of the next one: keys that come later than every query, so they
+    are masked as such. Heads are fastest in the grid: those that share keys run side by side and find them in
+    the L2 cache.
     """
     tile, h = tl.program_id(0) // H, tl.program_id(0) % H
-    start = tl.load(tile_ptr + tile * 4).to(tl.int64)
-    first, length = tl.load(tile_ptr + tile * 4 + 1), tl.load(tile_ptr + tile * 4 + 2)
-    row, col, d = first + tl.arange(0, ROWS), tl.arange(0, PAGE), tl.arange(0, D)[None, :]
+    start, first, length, padded = load_tile(tiles, tile)
+    row = first + tl.arange(0, ROWS)
     inside = row < length
     # A 64-bit base and 32-bit places in the tile: a table of 64-bit pointers would cost the registers.
-    at = start * (H * D) + first * (H * D) + h * D
-    place = tl.arange(0, ROWS)[:, None] * (H * D) + d
-    kv_at, kv_place = start * (G * D) + (h // (H // G)) * D, col[:, None] * (G * D) + d
-    q = tl.load(q_ptr + at + place, mask=inside[:, None], other=0)
-    top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, D), tl.float32)
-    for begin in range(0, tl.minimum(first + ROWS, length), PAGE):
-        key = begin + col
-        valid = key < length
-        k = tl.load(k_ptr + kv_at + kv_place, mask=valid[:, None], other=0)
-        v = tl.load(v_ptr + kv_at + kv_place, mask=valid[:, None], other=0)
-        kv_at += PAGE * G * D
-        # Masked even where all keys are seen: one code for all pages, so one order for all rows.
-        seen = (key[None, :] <= row[:, None]) & valid[None, :]
-        top, total, acc = _softmax_step(tl.dot(q, tl.trans(k)), seen, v, top, total, acc, SCALE)
+    at = (start + first).to(tl.int64) * (H * D) + h * D
+    place = tl.arange(0, ROWS)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+    query = tl.load(q + at + place, mask=inside[:, None], other=0)
+    end = tl.minimum(first + ROWS, length)
+    top, total, acc = no_keys(ROWS, D)
+    for chunk in range(0, end, SPLIT):
+        part_top, part_total, part_acc = no_keys(ROWS, D)
+        for begin in range(chunk, tl.minimum(chunk + SPLIT, end), PAGE):
+            k = k_tiles.load([start + begin, h // (H // G) * D])
+            v = v_tiles.load([start + begin, h // (H // G) * D])
+            scores = tl.dot(query, tl.trans(k))
+            if begin + PAGE > first + 1:  # elsewhere all keys are seen, and not to look leaves the same bits
+                key = begin + tl.arange(0, PAGE)
+                scores = tl.where(key[None, :] <= row[:, None], scores, float("-inf"))
+            part_top, part_total, part_acc = softmax_step(scores, v, part_top, part_total, part_acc, SCALE)
+        top, total, acc = merge(top, total, acc, part_top, part_total, part_acc)
     acc = acc * tl.div_rn(1.0, total)[:, None]
-    tl.store(o_ptr + at + place, acc.to(o_ptr.dtype.element_ty), mask=inside[:, None])
-    tl.store(lse_ptr + h.to(tl.int64) * T + start + row, top + tl.log2(total), mask=inside)
+    tl.store(o + at + place, acc.to(o.dtype.element_ty), mask=inside[:, None])
+    tl.store(lse + h.to(tl.int64) * R + padded + row, tl.where(inside, top + tl.log2(total), float("inf")))
+
+
+@jit
+def dequantize(codes, scale, dtype: tl.constexpr, INTERPRET: tl.constexpr):
+    """E4M3 codes (keys, D), as bytes, times the scale of each key: exact, a power of two times 4 bits.
+
+    The cast to FP8's neighbour BF16 takes about five instructions a pair. Cheaper: a byte's exponent and
+    mantissa moved 4 bits down, under the sign, are a BF16 number too small by 2^120. `is_pure=False` keeps
+    Triton from moving this below the copy to shared memory, where it would permute the keys of a product.
+    """
+    if INTERPRET:
+        return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]).to(dtype)
+    small = tl.inline_asm_elementwise("""{
+        .reg .b32 sign, high, low;
+        and.b32 sign, $2, 0x80808080;
+        shr.u32 high, $2, 4;
+        and.b32 high, high, 0x07070707;
+        or.b32 high, high, sign;
+        shl.b32 low, $2, 4;
+        and.b32 low, low, 0xf0f0f0f0;
+        prmt.b32 $0, low, high, 0x5140;
+        prmt.b32 $1, low, high, 0x7362; }""", "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4)
+    return small * (scale * 1.329227995784916e36).to(tl.bfloat16)[:, None]
 
 
 @jit(do_not_specialize=["max_pages"])
-def _paged_attention_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, o_ptr,      # pointers
-    max_pages,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """One program: the newest query of one sequence, all heads of one group, padded to ROWS: 16 rows for
-    each warp.
+def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengths, o, tops, totals,
+                           max_pages, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
+                           PAGE: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
+                           INTERPRET: tl.constexpr):
+    """One program: the newest query of one sequence, all heads of one group, padded to 16 rows, over SPLIT of
+    its keys. With one part it writes o (B, H, D), else its share of the sums, for the kernel below.
 
     A softmax row must be summed within one warp, as in the trainer's tile: 16 rows over 2 or 4 warps, or 32
     over 4, give other bits (1 ulp). The number of pages comes from the device: a CUDA graph serves every
-    length. """
-    g, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    length = tl.load(length_ptr + b)
-    i, col, d = tl.arange(0, ROWS), tl.arange(0, PAGE), tl.arange(0, D)[None, :]
-    used = (i < H // G)[:, None]
-    at = b * H * D + (g * (H // G) + i)[:, None] * D + d
-    place = col[:, None] * D + d
-    q = tl.load(q_ptr + at, mask=used, other=0)
-    top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, D), tl.float32)
-    for begin in range(0, length, PAGE):
-        page = tl.load(table_ptr + b * max_pages + begin // PAGE).to(tl.int64)
-        valid = begin + col < length
-        at_page = (page * G + g) * (PAGE * D)
-        # Unused places hold anything, NaN included, and 0 * NaN would reach the sum: load zeros.
-        k = tl.load(k_ptr + at_page + place, mask=valid[:, None], other=0)
-        v = tl.load(v_ptr + at_page + place, mask=valid[:, None], other=0)
-        top, total, acc = _softmax_step(tl.dot(q, tl.trans(k)), valid[None, :], v, top, total, acc, SCALE)
-    total = tl.where(length > 0, total, 1.0)                              # an idle slot: zeros, not 0/0
-    acc = acc * tl.div_rn(1.0, total)[:, None]
-    tl.store(o_ptr + at, acc.to(o_ptr.dtype.element_ty), mask=used)
+    length. Unused places of a page must be finite: they count 0 times.
+    """
+    g, part = tl.program_id(0) % G, tl.program_id(0) // G % PARTS
+    b = (tl.program_id(0) // (G * PARTS)).to(tl.int64)
+    length, i, place = tl.load(lengths + b), tl.arange(0, 16), tl.arange(0, PAGE)
+    if part * SPLIT >= tl.maximum(length, 1):
+        return
+    used, row, d = i < H // G, b * H + g * (H // G) + i, tl.arange(0, D)[None, :]
+    query = tl.load(q + row[:, None] * D + d, mask=used[:, None], other=0)
+    top, total, acc = no_keys(16, D)
+    for begin in range(part * SPLIT, tl.minimum(length, part * SPLIT + SPLIT), PAGE):
+        at = (tl.load(table + b * max_pages + begin // PAGE) * G + g) * PAGE
+        valid = begin + place < length
+        k, v = k_tiles.load([at, 0]), v_tiles.load([at, 0])
+        if k_scales is not None:
+            k = dequantize(k, tl.load(k_scales + at + place, mask=valid, other=0), query.dtype, INTERPRET)
+        scores = tl.dot(query, tl.trans(k))
+        if begin + PAGE > length:
+            scores = tl.where(valid[None, :], scores, float("-inf"))
+        if k_scales is not None:
+            v = dequantize(v, tl.load(v_scales + at + place, mask=valid, other=0), query.dtype, INTERPRET)
+        top, total, acc = softmax_step(scores, v, top, total, acc, SCALE)
+    if PARTS == 1:
+        acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]    # an idle slot: 0, not 0/0
+        tl.store(o + row[:, None] * D + d, acc.to(o.dtype.element_ty), mask=used[:, None])
+    else:
+        row = row * PARTS + part
+        tl.store(o + row[:, None] * D + d, acc, mask=used[:, None])
+        tl.store(tops + row, top, mask=used)
+        tl.store(totals + row, total, mask=used)
 
 
-def _check_head_size(D):
-    if D not in (16, 32, 64, 128, 256):
-        raise ValueError(f"head_dim {D}: the GPU kernels take 16, 32, 64, 128 or 256; use a CPU for others")
+@jit
+def paged_merge_kernel(accs, tops, totals, lengths, o, H: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
+                       PARTS: tl.constexpr):
+    """One program: one head of one sequence, whose parts it merges in order, as the trainer does."""
+    row, one, d = tl.program_id(0).to(tl.int64), tl.arange(0, 1), tl.arange(0, D)[None, :]
+    length = tl.load(lengths + row // H)
+    top, total, acc = no_keys(1, D)
+    for part in range(tl.cdiv(length, SPLIT)):
+        at = row * PARTS + part + one
+        part_acc = tl.load(accs + at[:, None] * D + d)
+        top, total, acc = merge(top, total, acc, tl.load(tops + at), tl.load(totals + at), part_acc)
+    acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]
+    tl.store(o + row * D + d, acc.to(o.dtype.element_ty))
 
 
-def _check_bf16(x, what):
+def check_head_size(D):
+    if D not in (16, 32, 64, 128):
+        raise ValueError(f"head_dim {D}: the GPU kernels take 16, 32, 64 or 128; use a CPU for others")
+
+
+def check_bf16(x, what):
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"{what} is {x.dtype}: the GPU kernels take torch.bfloat16; use a CPU for others")
 
 
-def _attention_gpu(q, k, v, packing):
-    """-> o (T,H,D), lse (H,T). Measured to give equal bits: 128 rows x 8 warps, 64 x 4, and 16 x 1
-    (decode)."""
-    (T, H, D), G, rows = q.shape, k.shape[1], packing.rows
-    _check_head_size(D), _check_bf16(q, "attention's q")
+def tiles_of(x, rows):
+    """x (T, heads, D) for TMA, which reads (rows, D) tiles of one head; what lies beyond T reads as zeros."""
+    T, heads, D = x.shape
+    return TensorDescriptor.from_tensor(x.view(T, heads * D), [rows, D])
+
+
+def attention_forward(q, k, v, packing):
+    """-> o (T, H, D), and lse (H, R) on a GPU. Measured to give equal bits: 64 rows x 4 warps, 128 x 8 or 4,
+    16 x 1 (decode)."""
+    if not use_kernels(q):
+        return attention_reference(q, k, v, packing), None
+    (_, H, D), G, rows = q.shape, k.shape[1], packing.rows
+    check_head_size(D), check_bf16(q, "attention's q")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    o, lse = torch.empty_like(q), torch.empty(H, T, device=q.device)
-    _attention_kernel[(len(packing.tiles) * H,)](
-        q, k, v, packing.tiles, o, lse, T, H, G, D, D ** -0.5 * LOG2E, PAGE, rows,
-        num_warps=rows // 16, num_stages=2 if D > 128 else 3, enable_fp_fusion=False)
+    o, lse = torch.empty_like(q), torch.empty(H, len(packing.tiles) * rows, device=q.device)
+    launch(attention_kernel, len(packing.tiles) * H, q, tiles_of(k, PAGE), tiles_of(v, PAGE), packing.tiles,
+           o, lse, lse.shape[1], H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT, rows, num_warps=rows // 16,
+           num_stages=3)
     return o, lse
 
 
-def _paged_attention_gpu(q, k_pages, v_pages, page_table, lengths):
-    (B, H, D), G = q.shape, k_pages.shape[1]
-    _check_head_size(D), _check_bf16(q, "paged_attention's q")
-    if H // G > 16:
-        raise ValueError(f"{H} query heads over {G} key heads: a decode tile holds at most 16 heads a group")
-    o = torch.empty_like(q)
-    rows = 64 if D > 64 else 16  # either gives the trainer's bits; 16 rows in one warp spill at head size 128
-    if B:
-        _paged_attention_kernel[(G, B)](
-            q.contiguous(), k_pages, v_pages, page_table, lengths, o, page_table.stride(0), H, G, D,
-            D ** -0.5 * LOG2E, PAGE, rows, num_warps=rows // 16,
-            num_stages=2 if D > 128 else 3, enable_fp_fusion=False)
-    return o
-
-
-@jit(do_not_specialize=["T"])
-def _attention_delta_kernel(
-    do_ptr, o_ptr, delta_ptr, T, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-):
-    """delta (H,T) = sum over D of do * o: what the softmax's gradient subtracts. One program: ROWS tokens
-    of a head."""
-    t, h = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    at, mask = t[:, None] * (H * D) + h * D + tl.arange(0, D)[None, :], (t < T)[:, None]
-    do, o = tl.load(do_ptr + at, mask=mask, other=0), tl.load(o_ptr + at, mask=mask, other=0)
-    tl.store(delta_ptr + h.to(tl.int64) * T + t, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1), mask=t < T)
-
-
-@jit(do_not_specialize=["T"])
-def _attention_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tile_ptr, dk_ptr, dv_ptr,      # pointers
-    T,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DK_SCALE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr,
-):
-    """One program: KEYS keys of one group. It walks the group's heads and their queries, STEP at a time, in
-    ascending order, and alone writes dk and dv: no atomics, one order. Everything is held transposed,
-    (keys, queries)."""
-    g, sub = tl.program_id(0) % G, tl.program_id(0) // G % (ROWS // KEYS)
-    tile_at = tile_ptr + tl.program_id(0) // (G * (ROWS // KEYS)) * 4
-    start = tl.load(tile_at).to(tl.int64)
-    first, length = tl.load(tile_at + 1), tl.load(tile_at + 2)
-    # Early keys are seen by the most queries: mirror the table, whose longest query tiles come first.
-    first = tl.cdiv(length, ROWS) * ROWS - ROWS - first + sub * KEYS
-    key, d = first + tl.arange(0, KEYS), tl.arange(0, D)[None, :]
-    kv_at, valid = (start + key)[:, None] * (G * D) + g * D + d, (key < length)[:, None]
-    query = tl.arange(0, STEP)
-    place = query[:, None] * (H * D) + d
-    k = tl.load(k_ptr + kv_at, mask=valid, other=0)
-    v = tl.load(v_ptr + kv_at, mask=valid, other=0)
-    dk, dv = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)
-    begin, h = first // STEP * STEP, g * (H // G)
-    for _ in range(tl.maximum(tl.cdiv(length - begin, STEP), 0) * (H // G)):
-        row = begin + query
-        inside = row < length
-        at = (start + begin) * (H * D) + h * D
-        q = tl.load(q_ptr + at + place, mask=inside[:, None], other=0)
-        do = tl.load(do_ptr + at + place, mask=inside[:, None], other=0)
-        lse = tl.load(lse_ptr + h.to(tl.int64) * T + start + row, mask=inside, other=float("inf"))
-        delta = tl.load(delta_ptr + h.to(tl.int64) * T + start + row, mask=inside, other=0)
-        p = tl.exp2(tl.fma(tl.dot(k, tl.trans(q)), SCALE, -lse[None, :]))
-        p = tl.where(key[:, None] <= row[None, :], p, 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv)
-        ds = p * (tl.dot(v, tl.trans(do)) - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk)
-        begin += STEP
-        h += (begin >= length).to(tl.int32)                               # the next head starts over
-        begin = tl.where(begin >= length, first // STEP * STEP, begin)
-    tl.store(dk_ptr + kv_at, (dk * DK_SCALE).to(dk_ptr.dtype.element_ty), mask=valid)
-    tl.store(dv_ptr + kv_at, dv.to(dv_ptr.dtype.element_ty), mask=valid)
-
-
-@jit(do_not_specialize=["T"])
-def _attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tile_ptr, dq_ptr,              # pointers
-    T,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DQ_SCALE: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr,
-):
-    """One program: ROWS queries of one head, over their keys in ascending order: the forward pass's walk
-    again."""
-    h, tile_at = tl.program_id(0) % H, tile_ptr + tl.program_id(0) // H * 4
-    start = tl.load(tile_at).to(tl.int64)
-    first, length = tl.load(tile_at + 1), tl.load(tile_at + 2)
-    row, d = first + tl.arange(0, ROWS), tl.arange(0, D)[None, :]
+@jit(do_not_specialize=["R"])
+def attention_dq_kernel(q, k_tiles, v_tiles, o, do, lse, delta, tiles, dq, R, H: tl.constexpr,
+                        G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DQ_SCALE: tl.constexpr,
+                        ROWS: tl.constexpr):
+    """One program: ROWS queries of one head, over their keys, ROWS at a time: the forward pass's walk again.
+    On the way, delta (H, R) = sum over D of do * o: what the softmax's gradient subtracts."""
+    tile, h = tl.program_id(0) // H, tl.program_id(0) % H
+    start, first, length, padded = load_tile(tiles, tile)
+    row = first + tl.arange(0, ROWS)
     inside = row < length
-    at = (start + row)[:, None] * (H * D) + h * D + d
-    q = tl.load(q_ptr + at, mask=inside[:, None], other=0)
-    do = tl.load(do_ptr + at, mask=inside[:, None], other=0)
-    lse = tl.load(lse_ptr + h.to(tl.int64) * T + start + row, mask=inside, other=float("inf"))
-    delta = tl.load(delta_ptr + h.to(tl.int64) * T + start + row, mask=inside, other=0)
-    dq, place = tl.zeros((ROWS, D), tl.float32), tl.arange(0, STEP)[:, None] * (G * D) + d
-    for begin in range(0, tl.minimum(first + ROWS, length), STEP):
-        key = begin + tl.arange(0, STEP)
-        kv_at, valid = (start + begin) * (G * D) + (h // (H // G)) * D, (key < length)[:, None]
-        k = tl.load(k_ptr + kv_at + place, mask=valid, other=0)
-        v = tl.load(v_ptr + kv_at + place, mask=valid, other=0)
-        p = tl.exp2(tl.fma(tl.dot(q, tl.trans(k)), SCALE, -lse[:, None]))
-        p = tl.where(key[None, :] <= row[:, None], p, 0.0)
-        ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq)
-    tl.store(dq_ptr + at, (dq * DQ_SCALE).to(dq_ptr.dtype.element_ty), mask=inside[:, None])
+    at = (start + first).to(tl.int64) * (H * D) + h * D
+    place = tl.arange(0, ROWS)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+    query = tl.load(q + at + place, mask=inside[:, None], other=0)
+    grad = tl.load(do + at + place, mask=inside[:, None], other=0)
+    out = tl.load(o + at + place, mask=inside[:, None], other=0)
+    row_delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(delta + h.to(tl.int64) * R + padded + row, row_delta)
+    row_lse = tl.load(lse + h.to(tl.int64) * R + padded + row)
+    acc = tl.zeros((ROWS, D), tl.float32)
+    for begin in range(0, first + 1, ROWS):
+        k = k_tiles.load([start + begin, h // (H // G) * D])
+        v = v_tiles.load([start + begin, h // (H // G) * D])
+        p = tl.exp2(tl.fma(tl.dot(query, tl.trans(k)), SCALE, -row_lse[:, None]))
+        if begin == first:
+            p = tl.where((begin + tl.arange(0, ROWS))[None, :] <= row[:, None], p, 0.0)
+        ds = p * (tl.dot(grad, tl.trans(v)) - row_delta[:, None])
+        acc = tl.dot(ds.to(k.dtype), k, acc)
+    tl.store(dq + at + place, (acc * DQ_SCALE).to(dq.dtype.element_ty), mask=inside[:, None])
 
 
-def _attention_backward_gpu(do, q, k, v, o, lse, packing):
-    (T, H, D), G, rows, n = q.shape, k.shape[1], packing.rows, len(packing.tiles)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    delta = torch.empty_like(lse)
-    _attention_delta_kernel[(triton.cdiv(T, 64), H)](do, o, delta, T, H, D, 64, num_warps=4,
-                                                     enable_fp_fusion=False)
+@jit(do_not_specialize=["R"])
+def attention_dkv_kernel(q_tiles, k_tiles, v_tiles, do_tiles, lse, delta, tiles, dk, dv, R, H: tl.constexpr,
+                         G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DK_SCALE: tl.constexpr,
+                         ROWS: tl.constexpr):
+    """One program: ROWS keys of one group. It walks the group's heads and their queries, ROWS at a time, in
+    ascending order, and alone writes dk and dv: no atomics, one order. Everything is held transposed,
+    (keys, queries). lse, delta: (H * R,), by TMA; +inf makes p = 0 where a sequence is padded."""
+    g, tile = tl.program_id(0) % G, tl.program_id(0) // G
+    start, first, length, padded = load_tile(tiles, tile)
+    # Early keys are seen by the most queries: mirror the table, whose longest query tiles come first.
+    first = tl.cdiv(length, ROWS) * ROWS - ROWS - first
+    k = k_tiles.load([start + first, g * D])
+    v = v_tiles.load([start + first, g * D])
+    i = tl.arange(0, ROWS)
+    dk_acc, dv_acc = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS, D), tl.float32)
+    begin, h = first, g * (H // G)
+    for _ in range(tl.cdiv(length - first, ROWS) * (H // G)):
+        q = q_tiles.load([start + begin, h * D])
+        do = do_tiles.load([start + begin, h * D])
+        row_lse = lse.load([h * R + padded + begin])
+        row_delta = delta.load([h * R + padded + begin])
+        p = tl.exp2(tl.fma(tl.dot(k, tl.trans(q)), SCALE, -row_lse[None, :]))
+        p = tl.where((i[:, None] <= i[None, :]) | (begin > first), p, 0.0)
+        dv_acc = tl.dot(p.to(do.dtype), do, dv_acc)
+        ds = p * (tl.dot(v, tl.trans(do)) - row_delta[None, :])
+        dk_acc = tl.dot(ds.to(q.dtype), q, dk_acc)
+        begin += ROWS
+        h += (begin >= length).to(tl.int32)                               # the next head starts over
+        begin = tl.where(begin >= length, first, begin)
+    at = (start + first + i).to(tl.int64)[:, None] * (G * D) + g * D + tl.arange(0, D)[None, :]
+    valid = (first + i < length)[:, None]
+    tl.store(dk + at, (dk_acc * DK_SCALE).to(dk.dtype.element_ty), mask=valid)
+    tl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=valid)
+
+
+def attention_backward(do, q, k, v, o, lse, packing):
+    if not use_kernels(q):
+        return attention_backward_reference(do, q, k, v, packing)
+    (_, H, D), G, rows, tiles = q.shape, k.shape[1], packing.rows, packing.tiles
+    q, k, v, delta = q.contiguous(), k.contiguous(), v.contiguous(), torch.empty_like(lse)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    # Sizes that spill nothing on sm_90 (compiled offline): two (keys, D) sums stay in registers beside k
-    # and v.
-    keys, step = min(rows, 64 if D > 128 else 128), min(rows, 32 if D > 64 else 64)
-    warps = 8 if rows > 64 else 1
-    _attention_dkv_kernel[(n * (rows // keys) * G,)](
-        q, k, v, do, lse, delta, packing.tiles, dk, dv, T, H, G, D, D ** -0.5 * LOG2E, D ** -0.5, rows, keys,
-        step, num_warps=warps, num_stages=2, enable_fp_fusion=False)
-    _attention_dq_kernel[(n * H,)](
-        q, k, v, do, lse, delta, packing.tiles, dq, T, H, G, D, D ** -0.5 * LOG2E, D ** -0.5, rows,
-        32 if D > 128 else 64, num_warps=warps, num_stages=2, enable_fp_fusion=False)
+    scales = D ** -0.5 * LOG2E, D ** -0.5
+    # Two programs fit on a multiprocessor, and fill each other's gaps. At head size 128 the sums of keys and
+    # values and two products take all 255 registers of a thread: a few numbers of the bookkeeping spill.
+    options = dict(num_warps=rows // 16, num_stages=2 if D > 64 else 3)
+    k_tiles, v_tiles = tiles_of(k, rows), tiles_of(v, rows)
+    launch(attention_dq_kernel, len(tiles) * H, q, k_tiles, v_tiles, o, do, lse, delta, tiles, dq,
+           lse.shape[1], H, G, D, *scales, rows, **options)
+    launch(attention_dkv_kernel, len(tiles) * G, tiles_of(q, rows), k_tiles, v_tiles, tiles_of(do, rows),
+           *(TensorDescriptor.from_tensor(x.view(-1), [rows]) for x in (lse, delta)), tiles, dk, dv,
+           lse.shape[1], H, G, D, *scales, rows, **options)
     return dq, dk, dv
 
 
-class _Attention(torch.autograd.Function):
+class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, packing):
+        o, lse = attention_forward(q, k, v, packing)
         ctx.packing = packing
-        if use_kernels(q):
-            o, lse = _attention_gpu(q, k, v, packing)
-            ctx.save_for_backward(q, k, v, o, lse)
-            return o
-        ctx.save_for_backward(q, k, v)
-        return attention_ref(q, k, v, packing)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
 
     @staticmethod
     def backward(ctx, do):
-        backward = _attention_backward_gpu if use_kernels(do) else attention_backward_ref
-        return *backward(do.contiguous(), *ctx.saved_tensors, ctx.packing), None
+        return *attention_backward(do.contiguous(), *ctx.saved_tensors, ctx.packing), None
 
 
 def attention(q, k, v, packing):
@@ -1597,50 +1720,36 @@ def attention(q, k, v, packing):
     if len(q) != packing.total or q.shape[1] % k.shape[1]:
         raise ValueError(f"attention: {len(q)} tokens, {q.shape[1]} query and {k.shape[1]} key heads do not "
                          f"fit lengths that sum to {packing.total}, or groups of equal size")
-    return _Attention.apply(q, k, v, packing) if len(q) else torch.empty_like(q)
+    return AttentionFunction.apply(q, k, v, packing) if len(q) else torch.empty_like(q)
 
 
-def write_pages_ref(k, v, k_pages, v_pages, slots):
-    """Reference. Token t goes to page slots[t] // PAGE, place slots[t] % PAGE."""
-    k_pages[slots // PAGE, :, slots % PAGE] = k
-    v_pages[slots // PAGE, :, slots % PAGE] = v
-
-
-@jit
-def _write_pages_kernel(
-    k_ptr, v_ptr, k_page_ptr, v_page_ptr, slot_ptr,         # pointers
-    G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-):
-    """One program: one token. Pages are (P, G, PAGE, D): the keys that a decode program reads lie side by
-    side."""
-    t = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + t)
-    g, d = tl.arange(0, HEADS)[:, None], tl.arange(0, D)[None, :]
-    at, to = t * G * D + g * D + d, (slot // PAGE * G + g) * (PAGE * D) + slot % PAGE * D + d
-    tl.store(k_page_ptr + to, tl.load(k_ptr + at, mask=g < G), mask=g < G)
-    tl.store(v_page_ptr + to, tl.load(v_ptr + at, mask=g < G), mask=g < G)
-
-
-def _write_pages_gpu(k, v, k_pages, v_pages, slots):
-    T, G, D = k.shape
-    if T:
-        _write_pages_kernel[(T,)](k.contiguous(), v.contiguous(), k_pages, v_pages, slots, G,
-                                  triton.next_power_of_2(G), D, PAGE, num_warps=4, enable_fp_fusion=False)
-
-
-def write_pages(k, v, k_pages, v_pages, slots):
-    """Copies k, v (T,G,D) into pages (P,G,PAGE,D) at slots (T,) int64: exact, so that decode reads the
-    trainer's bits."""
-    (_write_pages_gpu if use_kernels(k) else write_pages_ref)(k, v, k_pages, v_pages, slots)
-
-
-def paged_attention(q, k_pages, v_pages, page_table, lengths):
-    """One new token a sequence: q (B,H,D) over the pages page_table (B, max) int32 -> (B,H,D).
+def paged_attention(q, cache, page_table, lengths):
+    """One new token a sequence: q (B,H,D) over the pages page_table (B, max) int32 of `cache` -> (B,H,D).
 
     lengths (B,) int32 count the new token, whose k and v are already in place; length 0 gives zeros. The
     bits equal the token's row in `attention`. """
-    forward = _paged_attention_gpu if use_kernels(q) else paged_attention_ref
-    return forward(q, k_pages, v_pages, page_table, lengths)
+    if not use_kernels(q):
+        return paged_attention_reference(q, cache, page_table, lengths)
+    (B, H, D), G = q.shape, cache[0].shape[1]
+    check_head_size(D), check_bf16(q, "paged_attention's q")
+    if H // G > 16:
+        raise ValueError(f"{H} query heads over {G} key heads: a decode tile holds at most 16 heads a group")
+    k_pages, v_pages, k_scales, v_scales = pages_and_scales(cache)
+    if k_scales is not None:
+        k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
+    tiles = [TensorDescriptor.from_tensor(x.view(-1, D), [PAGE, D]) for x in (k_pages, v_pages)]
+    o, parts = torch.empty_like(q), fp8.cdiv(page_table.shape[1] * PAGE, SPLIT)
+    accs, tops, totals = o, None, None
+    if parts > 1:
+        accs = torch.empty(B, H, parts, D, device=q.device)
+        tops, totals = torch.empty(2, B, H, parts, device=q.device)
+    if B:
+        launch(paged_attention_kernel, B * parts * G, q.contiguous(), *tiles, k_scales, v_scales, page_table,
+               lengths, accs, tops, totals, page_table.stride(0), H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT,
+               parts, fp8.INTERPRET, num_warps=1, num_stages=3)
+        if parts > 1:
+            launch(paged_merge_kernel, B * H, accs, tops, totals, lengths, o, H, D, SPLIT, parts, num_warps=1)
+    return o
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1773,7 +1882,7 @@ def _head_merge_kernel(
 def _head_gpu(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=None, positions=None):
     """As head_ref. Tokens go in chunks: the partials of 4096 tokens at V = 151,936 are 2 x 19 MB."""
     (T, C), V, sampling = hidden.shape, len(w), targets is None
-    _check_bf16(hidden, "the head's input")
+    check_bf16(hidden, "the head's input")
     if C % 8 or not w.is_contiguous():
         raise ValueError(f"head: hidden_size {C} must be a multiple of 8: rows of BF16 start on 16 bytes")
     tiles, hidden = triton.cdiv(V, VTILE), hidden.contiguous()
