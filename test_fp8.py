@@ -804,9 +804,7 @@ class Recorder:
                 for key in ("REG", "STACK", "LOCAL")}
         found = sorted(set(re.findall(r"\b(QGMMA|HGMMA|HMMA|LDL|STL)", sass)))
         print("BUILT", self.name, read, *found, "shared", compiled.metadata.shared, flush=True)
-        # The noise of sampling runs once, after the products: 80 to 136 bytes a thread spill there.
-        if not (self.name == "_head_kernel" and read["STACK"] <= 160):
-            assert not {"LDL", "STL"} & set(found) and not read["LOCAL"], f"{self.name} spills"
+        assert not {"LDL", "STL"} & set(found) and not read["LOCAL"], f"{self.name} spills"
         if self.name in MATRIX_UNITS:
             assert MATRIX_UNITS[self.name] in found, f"{self.name} leaves the Hopper matrix units"
         assert not ("HMMA" in found and MATRIX_UNITS.get(self.name) == "QGMMA"), f"{self.name} is not FP8"
@@ -866,9 +864,7 @@ def build_model():
         hidden = empty(n, 4096)
         model._head_gpu(hidden, w, one, zeros(n))
         model._head_gpu(hidden, w, one, None, one, zeros(1), zeros(n), zeros(n, dtype=torch.int32))
-    logits, out = torch.empty(4, 260), empty(4, 260)
-    model._dlogits_kernel[(1,)](logits, zeros(4), one, one, one, out, 260, 2048, num_warps=8,
-                               enable_fp_fusion=False)
+        model._dlogits_gpu(hidden, w, zeros(n), one, torch.empty(n), torch.empty(n))
     model._embed_backward_gpu(empty(9, 96), zeros(9), torch.empty(260, 96))
 
 
