@@ -41,7 +41,7 @@ import torch
 from fp8 import jit, tl, triton, use_kernels
 from model import PAGE, PRECISIONS, Config, Tokenizer, Transformer, folder_from_name, sample
 
-STEPS_PER_LOOK = 8        # decode steps between two looks: a finished row idles for half of them on average
+STEPS_PER_LOOK = 16       # decode steps between two looks: a finished row idles for half of them on average
 PREFILL_TOKENS = 8192     # packed tokens of one prefill call; only a longer single sequence exceeds it
 GROWTH_PAGES = 2          # free pages left to each running sequence when another one is admitted
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512)   # rows of the graphs: a capture each, and idle rows cost little
@@ -132,6 +132,14 @@ class PagePool:
         source, destination = torch.tensor(pairs, device=self.k_pages[0].device).unbind(1)
         for pages in self.k_pages + self.v_pages:
             pages[destination] = pages[source]
+
+
+def free_memory(device):
+    """Bytes that can still be allocated there; a CPU's are not counted."""
+    if device.type != "cuda":
+        return sys.maxsize
+    torch.cuda.empty_cache()                         # what the trainer freed counts as free
+    return torch.cuda.mem_get_info(device)[0]
 
 
 @dataclass(eq=False)
@@ -367,6 +375,8 @@ class Sampler:
         preempted sequence shares nothing, so at most one prompt (`self.shared`) has samples admitted and
         samples waiting.
         """
+        if not self.queue or len(self.active) == self.slots:
+            return
         prefills, copies = [], []
         growth = sum(seq.growth for seq in self.active)
         while self.queue and len(self.active) < self.slots:
@@ -443,7 +453,7 @@ class Sampler:
         fits = same and have >= min(pages, self.memory_pages)
         if not fits:
             self.release()
-            self.memory_pages = self._pages_in_memory(width)
+            self.memory_pages = self._pages_in_memory(slots, width)
             have = min(max(pages, have), self.memory_pages)
         if have < needs[0] + 2:
             raise ValueError(
@@ -456,17 +466,14 @@ class Sampler:
         c, item = self.model.config, self.model.head.data.element_size()
         return 2 * c.num_hidden_layers * c.num_key_value_heads * PAGE * c.head_dim * item
 
-    def _pages_in_memory(self, width):
-        """Pages that fit beside all else on the GPU, the activations of the largest prefill included."""
-        if self.device.type != "cuda":
-            return sys.maxsize
-        c = self.model.config
-        torch.cuda.empty_cache()                     # what the trainer freed counts as free
-        free = torch.cuda.mem_get_info(self.device)[0] * self.memory_fraction
+    def _pages_in_memory(self, slots, width):
+        """Pages that fit beside all else on the GPU: activations of the largest prefill, logits of a step."""
+        c, free = self.model.config, free_memory(self.device) * self.memory_fraction
         # BF16 a token: residual and norm outputs; q, k, v before and after RoPE, and o; gate, up and product.
         heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
         activations = 2 * (4 * c.hidden_size + 4 * heads + 4 * c.intermediate_size)
-        return int((free - max(PREFILL_TOKENS, width * PAGE) * activations) // self._page_bytes())
+        used = max(PREFILL_TOKENS, width * PAGE) * activations + 4 * slots * c.vocab_size
+        return int((free - used) // self._page_bytes())
 
     def _build(self, slots, width, pages):
         """Allocates all that the decode step touches, at addresses that hold until `release`."""

@@ -690,16 +690,17 @@ def test_kernel_greedy_takes_the_lowest_of_ties():
     assert sample_all(hidden, w, one, keys, keys.int(), noise=0.0)[0].tolist() == [140] * 3
 
 
-def test_sample_distribution():
-    """20,000 draws of 12 tokens against the softmax: chi-square below the 0.9999 quantile (37.4)."""
+@pytest.mark.parametrize("V,limit", [(12, 37.4), (300, 396.0)])  # one vocabulary tile; two and a part
+def test_sample_distribution(V, limit):
+    """20,000 draws of V tokens against the softmax: chi-square below its 0.9999 quantile."""
     torch.manual_seed(5)
-    n, V = 20000, 12
+    n = 20000
     hidden, w = torch.randn(1, 16).expand(n, 16).contiguous(), weight(V, 16, dtype=FP32, scale=0.3)
     inv_temp, draw = torch.tensor([1 / 0.8]), torch.arange(n)
     tokens, logp = sample_all(hidden, w, inv_temp, draw // 4, (draw % 4).int())
     expected = n * (hidden[0] @ w.data.t() * inv_temp).softmax(-1)
     chi2 = ((torch.bincount(tokens, minlength=V) - expected).square() / expected).sum().item()
-    assert chi2 < 37.4, f"chi-square {chi2:.1f}"
+    assert chi2 < limit, f"chi-square {chi2:.1f}"
     assert relative(logp.exp(), expected[tokens] / n) < 1e-6
 
 
@@ -755,7 +756,7 @@ def background(request, tmp_path_factory):
         if "test_interpreted" in chosen:
             command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "kernel", __file__]
             runs["interpreted"] = Background(*command, TRITON_INTERPRET="1")
-        for name in ("fp8", "model"):
+        for name in ("fp8", "model", "rollout"):
             if f"test_every_kernel_builds_for_hopper[{name}]" in chosen:
                 command = "-c", f"import test_fp8; test_fp8.build_{name}()"
                 runs[name] = Background(*command, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("cache")))
@@ -868,6 +869,12 @@ def build_model():
     model._embed_backward_gpu(empty(9, 96), zeros(9), torch.empty(260, 96))
 
 
+def build_rollout():
+    record_kernels(rollout)
+    rollout.use_kernels = lambda x: True
+    rollout.advance(torch.zeros(40, dtype=torch.int64), torch.zeros(40), *step_state(512, 272, 16))
+
+
 needs_background = pytest.mark.skipif(CUDA or fp8.INTERPRET or fp8.triton is None,
                                       reason="needs triton, and no GPU")
 
@@ -878,7 +885,7 @@ def test_interpreted(background):
 
 
 @needs_background
-@pytest.mark.parametrize("module", [fp8, model], ids=["fp8", "model"])
+@pytest.mark.parametrize("module", [fp8, model, rollout], ids=["fp8", "model", "rollout"])
 def test_every_kernel_builds_for_hopper(background, module):
     built = background[module.__name__].output()
     print(built)
@@ -2067,6 +2074,32 @@ def tiny():
                                             num_key_value_heads=1, intermediate_size=16), precision="bf16"))
 
 
+def step_state(rows, width, steps):
+    """ids, spans, table, is_stop and out of `Sampler._build`, filled as in the middle of a rollout."""
+    torch.manual_seed(3)
+    length = torch.randint(1, width * PAGE, (rows,)) * (torch.rand(rows) < 0.7)              # 0: idle
+    end = (length + torch.randint(0, 3, (rows,))).clamp(max=width * PAGE)
+    ids = torch.stack([*torch.randint(0, 131, (3, rows)), torch.full((rows,), 2)])
+    tensors = (ids, torch.stack([(length - 1).clamp(min=0), length, end]).int(),
+               torch.randint(0, 999, (rows, width), dtype=torch.int32), torch.arange(131) % 5 == 0,
+               torch.zeros(steps, 2, rows, dtype=torch.int32))
+    return [x.to(DEVICE) for x in tensors]
+
+
+@needs_kernels
+def test_kernel_advance():
+    """Rows that run on, reach their limit, meet a stop id, were idle: the reference's bits, twice in a row."""
+    mine, theirs = step_state(48, 4, 8), step_state(48, 4, 8)
+    for seed in range(2):
+        token, logprob = torch.randint(0, 131, (40,)).to(DEVICE), torch.randn(40).to(DEVICE)
+        rollout.advance(token, logprob, *mine)
+        rollout.advance_ref(token, logprob, *theirs)
+        for name, a, b in zip(("ids", "spans", "table", "is_stop", "out"), mine, theirs):
+            assert torch.equal(a, b), f"{name} after {seed + 1} steps"
+    ran = theirs[1][1, :40] > 0
+    assert ran.any() and not ran.all()
+
+
 def test_group_shares_its_prompt(policy):
     prompt = some_prompts([140])[0]
     sampler = Sampler(policy, max_slots=4)
@@ -2139,6 +2172,68 @@ def test_soak_in_a_pool_that_is_too_small(tiny, monkeypatch, growth):
     assert small.pool.free == small.pool.capacity and not any(small.pool.references)
     assert result.n_tokens == sum(map(len, result.tokens)) == large.n_tokens
     assert growth or result.preemptions > 3
+
+
+@needs_gpu
+def test_soak_of_two_thousand_requests():
+    """Through graphs of all sizes and a pool that is too small: nothing lost or repeated, no page kept."""
+    policy, draw = make_policy("fp8"), random.Random(4)
+    prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100, 200]) for _ in range(500)], seed=4)
+    limits = [min(250, 1 + int(30 * math.exp(draw.gauss(0, 1)))) for _ in range(2000)]
+    small = Sampler(policy, max_slots=300, pages=500)
+    result = small.generate(prompts, 4, limits, seed=8, stop=[])
+    assert [len(t) for t in result.tokens] == limits and result.n_tokens == sum(limits)
+    assert small.pool.free == small.pool.capacity and not any(small.pool.references)
+    assert result.preemptions > 3
+    assert drawn(result) == drawn(Sampler(policy).generate(prompts, 4, limits, seed=8, stop=[]))
+
+
+@needs_gpu
+def test_a_step_never_waits_for_the_gpu(monkeypatch):
+    """The steps of a look are launched without a synchronisation; the look itself waits once."""
+    policy, launch, looks = make_policy("fp8"), Sampler._launch, []
+
+    def watched(self, steps):
+        looks.append(steps)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launch(self, steps)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    sampler = Sampler(policy, max_slots=8)
+    expected = drawn(sampler.generate(PROMPTS, 1, LIMITS, seed=5))   # captures the graphs
+    monkeypatch.setattr(Sampler, "_launch", watched)
+    assert drawn(sampler.generate(PROMPTS, 1, LIMITS, seed=5)) == expected and len(looks) > 3
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.no_grad():
+            sampler._step(8)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_plan_fits_the_memory(monkeypatch):
+    """512 sequences of up to 16k tokens of a 1.7B shape, 72 of a card's 80 GB free: what fits, no more."""
+    free, planned = 72e9, {}
+    monkeypatch.setattr(rollout, "free_memory", lambda device: free)
+    monkeypatch.setattr(rollout, "MAX_SLOTS", {"cpu": 512})
+    build = lambda self, *sizes: planned.update(zip(("slots", "width", "pages"), sizes))
+    monkeypatch.setattr(Sampler, "_build", build)
+    config = tiny_config(num_hidden_layers=28, num_key_value_heads=8, num_attention_heads=16, head_dim=128,
+                         hidden_size=2048, intermediate_size=6144, vocab_size=151936)
+    policy = types.SimpleNamespace(config=config, head=Weight((1, 1)))
+    request = lambda count, limit: [types.SimpleNamespace(end=1000 + limit) for _ in range(count)]
+    sampler = Sampler(policy)
+    sampler._plan(request(512, 16384))
+    page = 28 * 2 * 8 * PAGE * 128 * 2  # bytes: layers, keys and values, heads, places, head size, BF16
+    assert planned["slots"] == 512 and planned["width"] * PAGE >= 1000 + 16384
+    assert 0.86 * free < planned["pages"] * page < 0.9 * free and sampler._page_bytes() == page
+    sampler._plan(request(64, 100))                       # what is needed, where that is less
+    assert planned == {"slots": 64, "width": 32, "pages": 64 * 18 * 9 // 8 + 2}
+    free = 2e9
+    with pytest.raises(ValueError, match="needs 1565 pages of 64 tokens, there are"):
+        Sampler(policy)._plan(request(1, 99000))
+    assert Sampler(policy, max_slots=7)._plan(request(512, 1000)) is None and planned["slots"] == 7
 
 
 @cpu_only
