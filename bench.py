@@ -3,6 +3,7 @@ Everything that is claimed in numbers: exactness first, then the speed of each k
 
     python bench.py exact                       # sampler and trainer, bit by bit; exits with 1 if fp8 differs
     python bench.py gemm quant attention head   # kernels, random data, medians
+    python bench.py decode rollout              # steps of the sampler at real shapes, whole batches
     python bench.py plot runs/a runs/b          # curves of training -> assets/runs.png (needs matplotlib)
 
 Each section prints a table; the last line on stdout is one JSON object, whose rows are merged into --out
@@ -201,7 +202,8 @@ EXACT_MODELS = {
     "qwen3 512, 7/1 x 128": ("qwen3", 512, 576, 7, 1, 128, False),
 }
 # slots, completions, longest response, longest prompt. The first completion has the longest response.
-EXACT_BATCHES = [(1, 9, 1024, 700), (7, 21, 2048, 700), (64, 129, 4096, 700), (300, 450, 4096, 700)]
+EXACT_BATCHES = [(1, 9, 1024, 700), (7, 21, 2048, 700), (16, 24, 16384, 700), (64, 129, 4096, 700),
+                 (300, 450, 4096, 700)]
 EXACT_QUICK = [(1, 3, 20, 70), (7, 12, 80, 70)]
 
 
@@ -212,7 +214,7 @@ def exact_model(name, precision, device, seed):
     """
     family, hidden, width, H, G, D, tied = EXACT_MODELS[name]
     config = Config(vocab_size=2000, hidden_size=hidden, intermediate_size=width, num_hidden_layers=2,
-                    num_attention_heads=H, num_key_value_heads=G, head_dim=D, max_position_embeddings=5120,
+                    num_attention_heads=H, num_key_value_heads=G, head_dim=D, max_position_embeddings=17408,
                     model_type=family, rope_theta=1e4, tie_word_embeddings=tied)
     model, generator = Transformer(config, precision, device, seed=None), torch.Generator().manual_seed(seed)
     widen = lambda x, shape: x.repeat_interleave(128, 0)[:shape[0]].repeat_interleave(128, 1)[:, :shape[1]]
@@ -617,7 +619,7 @@ def at_context(sampler, B, context):
     each, row = pages_for(context + 64), torch.arange(B, device="cuda")
     sampler.table[:B, :each] = torch.randperm(B * each, device="cuda").int().view(B, each) + 1
     at = context - 1                                                     # position of the current token
-    sampler.ids[:3, :B] = torch.stack([row, row, sampler.table[:B, at // PAGE] * PAGE + at % PAGE])
+    sampler.ids[:3, :B] = torch.stack([row, row, sampler.table[:B, at // PAGE].long() * PAGE + at % PAGE])
     sampler.spans[:, :B] = torch.tensor([[at], [context], [1 << 30]], device="cuda")
     sampler.ids[3] = 0
 
@@ -627,7 +629,8 @@ def kernels_of(run):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    spans = [e.device_time for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [e.time_range.elapsed_us() for e in profile.events()
+             if e.device_type == torch.autograd.DeviceType.CUDA]
     return len(spans), sum(spans)
 
 
@@ -672,9 +675,9 @@ def decode(rows, quick):
                     moved = step_bytes(sampler, B, context)
                     kernels, busy = kernels_of(sampler._graph(B).replay) if context == 1024 else (None, None)
                     table.add(f"{B} x {context}", size, precision=precision, kv=kv, us=us,
-                              tok_per_s=B / us * 1e6, tb_per_s=moved / us / 1e6, of_limit=limit_us(moved) / us,
-                              x_bf16=bf16[size, B, context] / us, kernels=kernels,
-                              gap=busy and 1 - busy / us)
+                              tok_per_s=B / us * 1e6, tb_per_s=moved / us / 1e6,
+                              of_limit=limit_us(moved) / us, x_bf16=bf16[size, B, context] / us,
+                              kernels=kernels, gap=busy and 1 - busy / us)
             del model, sampler
 
 
@@ -710,7 +713,7 @@ def transformers_rate(prompts, new):
     C, H, width = QWEN3["1.7B"]
     config = Qwen3Config(vocab_size=151936, hidden_size=C, intermediate_size=width, num_hidden_layers=28,
                          num_attention_heads=H, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
-                         dtype="bfloat16", eos_token_id=None, pad_token_id=0)
+                         eos_token_id=None, pad_token_id=0)
     with torch.device("cuda"):
         theirs = Qwen3ForCausalLM(config).bfloat16()
     ids = torch.tensor(prompts, device="cuda")

@@ -218,7 +218,8 @@ def _advance_kernel(
     """All rows in one program: twenty launches of torch would cost a small model a tenth of its step."""
     row = tl.arange(0, BLOCK)
     used = row < B
-    token, logprob = tl.load(token_ptr + row, mask=used, other=0), tl.load(logprob_ptr + row, mask=used, other=0)
+    token = tl.load(token_ptr + row, mask=used, other=0)
+    logprob = tl.load(logprob_ptr + row, mask=used, other=0)
     count, position = tl.load(id_ptr + 3 * ROWS), tl.load(span_ptr + row, mask=used, other=0)
     running = tl.load(span_ptr + ROWS + row, mask=used, other=0) > 0
     end = tl.load(span_ptr + 2 * ROWS + row, mask=used, other=0)
@@ -481,8 +482,8 @@ class Sampler:
         rows = -(-slots // 16) * 16                  # every row vector starts at a multiple of 16 bytes
         self.slots, self.width = slots, width
         self.pool = PagePool(self.model.config, pages, self.model.head.data.dtype, self.device)
-        self.ids = torch.zeros(4, rows, dtype=torch.int64, **on)       # current token; key; slot; [3, 0]: step
-        self.spans = torch.zeros(3, rows, dtype=torch.int32, **on)     # position; length, 0 when idle; end
+        self.ids = torch.zeros(4, rows, dtype=torch.int64, **on)     # current token, key, slot; [3, 0]: step
+        self.spans = torch.zeros(3, rows, dtype=torch.int32, **on)   # position; length, 0 when idle; end
         self.table = torch.zeros(rows, width, dtype=torch.int32, **on)
         self.out = torch.zeros(STEPS_PER_LOOK, 2, rows, dtype=torch.int32, **on)   # token; log-prob bits
         self.is_stop = torch.zeros(self.model.config.vocab_size, dtype=torch.bool, **on)
