@@ -38,8 +38,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fp8 import jit, tl, triton, use_kernels
-from model import PAGE, PRECISIONS, Config, Tokenizer, Transformer, folder_from_name, sample
+from fp8 import jit, launch, tl, triton, use_kernels
+from model import KV_TYPES, PAGE, PRECISIONS, Config, Tokenizer, Transformer, folder_from_name, sample
 
 STEPS_PER_LOOK = 16       # decode steps between two looks: a finished row idles for half of them on average
 PREFILL_TOKENS = 8192     # packed tokens of one prefill call; only a longer single sequence exceeds it
@@ -83,17 +83,14 @@ def pages_for(positions):
 class PagePool:
     """The KV cache: P pages of PAGE positions, handed out by number, with reference counts.
 
-    A page number means the same page in all L layers: k_pages[l], v_pages[l] are (P, G, PAGE, D). A page is
-    one tile of the attention kernel, so paging cannot change the order of its sums. Page 0 belongs to
-    nobody: rows without a running sequence write there. A page that changes hands keeps its old content;
-    attention masks it.
+    A page number means the same page in all L layers: caches[l] holds that layer's tensors, whose first
+    dimension is P. A page is one tile of the attention kernel, so paging cannot change the order of its sums.
+    Page 0 belongs to nobody: rows without a running sequence write there. A page that changes hands keeps its
+    old content; attention masks it.
     """
 
-    def __init__(self, config, pages, dtype, device):
-        shape = (pages, config.num_key_value_heads, PAGE, config.head_dim)
-        layers = range(config.num_hidden_layers)
-        self.k_pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
-        self.v_pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+    def __init__(self, model, pages):
+        self.caches = model.new_caches(pages)
         self.capacity = pages - 1
         self.reset()
 
@@ -129,9 +126,10 @@ class PagePool:
 
     def copy(self, pairs):
         """Copies whole pages, [(source, destination), ...], in every layer."""
-        source, destination = torch.tensor(pairs, device=self.k_pages[0].device).unbind(1)
-        for pages in self.k_pages + self.v_pages:
-            pages[destination] = pages[source]
+        source, destination = torch.tensor(pairs, device=self.caches[0][0].device).unbind(1)
+        for cache in self.caches:
+            for pages in cache:
+                pages[destination] = pages[source]
 
 
 def free_memory(device):
@@ -188,11 +186,7 @@ class _Sequence:
 
 # ---- the end of a decode step ----------------------------------------------------------------------------
 
-def advance_ref(token, logprob, ids, spans, table, is_stop, out):
-    """Reference. Records token and logprob (B,) of the running rows, moves these on, stops those at an end.
-
-    The others are the sampler's own tensors, which `Sampler._build` describes; changed in place.
-    """
+def advance_reference(token, logprob, ids, spans, table, is_stop, out):
     B = len(token)
     (current, _, slot, count), (position, length, end) = ids[:, :B], spans[:, :B]
     running = length > 0
@@ -210,40 +204,40 @@ def advance_ref(token, logprob, ids, spans, table, is_stop, out):
 
 
 @jit(do_not_specialize=["B"])
-def _advance_kernel(
-    token_ptr, logprob_ptr, id_ptr, span_ptr, table_ptr, stop_ptr, out_ptr,                # pointers
-    B,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """All rows in one program: twenty launches of torch would cost a small model a tenth of its step."""
+def advance_kernel(tokens, logprobs, ids, spans, table, is_stop, out, B,
+                   ROWS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """All rows in one program: as twenty operations of torch this takes a tenth of a small model's step."""
     row = tl.arange(0, BLOCK)
     used = row < B
-    token = tl.load(token_ptr + row, mask=used, other=0)
-    logprob = tl.load(logprob_ptr + row, mask=used, other=0)
-    count, position = tl.load(id_ptr + 3 * ROWS), tl.load(span_ptr + row, mask=used, other=0)
-    running = tl.load(span_ptr + ROWS + row, mask=used, other=0) > 0
-    end = tl.load(span_ptr + 2 * ROWS + row, mask=used, other=0)
-    out_ptr += count * 2 * ROWS + row
-    tl.store(out_ptr, tl.where(running, token, -1).to(tl.int32), mask=used)
-    tl.store(out_ptr + ROWS, logprob.to(tl.int32, bitcast=True), mask=used)
+    token, logprob = tl.load(tokens + row, mask=used, other=0), tl.load(logprobs + row, mask=used, other=0)
+    count, position = tl.load(ids + 3 * ROWS), tl.load(spans + row, mask=used, other=0)
+    running = tl.load(spans + ROWS + row, mask=used, other=0) > 0
+    end = tl.load(spans + 2 * ROWS + row, mask=used, other=0)
+    out += count * 2 * ROWS + row
+    tl.store(out, tl.where(running, token, -1).to(tl.int32), mask=used)
+    tl.store(out + ROWS, logprob.to(tl.int32, bitcast=True), mask=used)
     position += running.to(tl.int32)
-    more = running & (position < end) & (tl.load(stop_ptr + token, mask=used, other=0) == 0)
-    page = tl.load(table_ptr + row * WIDTH + position // PAGE, mask=more, other=0)
+    more = running & (position < end) & (tl.load(is_stop + token, mask=used, other=0) == 0)
+    page = tl.load(table + row * WIDTH + position // PAGE, mask=more, other=0)
     slot = tl.where(more, page * PAGE + position % PAGE, 0)
-    tl.store(id_ptr + row, token, mask=running)
-    tl.store(id_ptr + 2 * ROWS + row, slot.to(tl.int64), mask=used)
-    tl.store(span_ptr + row, position, mask=used)
-    tl.store(span_ptr + ROWS + row, tl.where(more, position + 1, 0), mask=used)
+    tl.store(ids + row, token, mask=running)
+    tl.store(ids + 2 * ROWS + row, slot.to(tl.int64), mask=used)
+    tl.store(spans + row, position, mask=used)
+    tl.store(spans + ROWS + row, tl.where(more, position + 1, 0), mask=used)
     tl.debug_barrier()                               # every thread has read the count
-    tl.store(id_ptr + 3 * ROWS, count + 1)
+    tl.store(ids + 3 * ROWS, count + 1)
 
 
 def advance(token, logprob, ids, spans, table, is_stop, out):
+    """Records token and logprob (B,) of the running rows, moves these on, stops those at an end.
+
+    The others are the sampler's own tensors, which `Sampler._build` describes; changed in place.
+    """
     if not use_kernels(token):
-        return advance_ref(token, logprob, ids, spans, table, is_stop, out)
+        return advance_reference(token, logprob, ids, spans, table, is_stop, out)
     rows, width = table.shape
-    _advance_kernel[(1,)](token, logprob, ids, spans, table, is_stop, out, len(token), rows, width, PAGE,
-                          triton.next_power_of_2(rows), num_warps=4)
+    launch(advance_kernel, 1, token, logprob, ids, spans, table, is_stop, out, len(token), rows, width, PAGE,
+           triton.next_power_of_2(rows), num_warps=4)
 
 
 class Sampler:
@@ -270,8 +264,7 @@ class Sampler:
         """
         current, keys, slot = self.ids[:3, :B]                         # (B,) int64 each
         position, length = self.spans[:2, :B]                          # (B,) int32 each
-        hidden = self.model.decode(current, position, self.pool.k_pages, self.pool.v_pages, self.table[:B],
-                                   length, slot)
+        hidden = self.model.decode(current, position, self.pool.caches, self.table[:B], length, slot)
         token, logprob = sample(hidden, self.model.head, self.inv_temp, self.noise, self.seed, keys, position)
         advance(token, logprob, self.ids, self.spans, self.table, self.is_stop, self.out)
 
@@ -430,7 +423,7 @@ class Sampler:
             tokens = torch.tensor(np.concatenate([t for t, _ in batch]), device=self.device)     # (T,) int64
             slots = torch.tensor(np.concatenate([s for _, s in batch]), device=self.device)      # (T,) int64
             lengths = [len(t) for t, _ in batch]
-            self.model.prefill(tokens, lengths, self.pool.k_pages, self.pool.v_pages, slots)
+            self.model.prefill(tokens, lengths, self.pool.caches, slots)
             self.stats.prefill_tokens += len(tokens)
 
     # ---- memory ------------------------------------------------------------------------------------------
@@ -464,8 +457,7 @@ class Sampler:
             self._build(slots, width, have)
 
     def _page_bytes(self):
-        c, item = self.model.config, self.model.head.data.element_size()
-        return 2 * c.num_hidden_layers * c.num_key_value_heads * PAGE * c.head_dim * item
+        return sum(pages.nbytes for cache in self.model.new_caches(1) for pages in cache)
 
     def _pages_in_memory(self, slots, width):
         """Pages that fit beside all else on the GPU: activations of the largest prefill, logits of a step."""
@@ -481,7 +473,7 @@ class Sampler:
         on = dict(device=self.device)
         rows = -(-slots // 16) * 16                  # every row vector starts at a multiple of 16 bytes
         self.slots, self.width = slots, width
-        self.pool = PagePool(self.model.config, pages, self.model.head.data.dtype, self.device)
+        self.pool = PagePool(self.model, pages)
         self.ids = torch.zeros(4, rows, dtype=torch.int64, **on)     # current token, key, slot; [3, 0]: step
         self.spans = torch.zeros(3, rows, dtype=torch.int32, **on)   # position; length, 0 when idle; end
         self.table = torch.zeros(rows, width, dtype=torch.int32, **on)
@@ -648,7 +640,7 @@ def talk(args):
                   None)
     if device == "cpu":
         print("on the CPU: the plain torch reference, exact and slow", file=sys.stderr)
-    model = Transformer.from_pretrained(folder, precision=args.precision, device=device)
+    model = Transformer.from_pretrained(folder, precision=args.precision, device=device, kv=args.kv)
     rollout = Sampler(model, verbose=sys.stdout.isatty()).generate(
         [ids], args.n, args.max_new_tokens, args.temperature, args.seed, stop=tokenizer.eos_ids)
     for i, (tokens, finish) in enumerate(zip(rollout.tokens, rollout.finish)):
@@ -668,6 +660,7 @@ def main():
     parser.add_argument("--n", type=int, default=1, help="completions of the prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--precision", default="fp8", choices=PRECISIONS, help="fp8, fp8-rollout or bf16")
+    parser.add_argument("--kv", default="bf16", choices=KV_TYPES, help="type of cached keys and values")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="for templates that ask")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
