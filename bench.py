@@ -674,12 +674,13 @@ def decode(rows, quick):
                     if B * pages_for(context + 64) >= most:
                         continue
                     us = decode_cell(sampler, B, context)
-                    bf16.setdefault((size, B, context), us)
+                    if (precision, kv) == FLOWS[0]:
+                        bf16[size, B, context] = us
                     moved = step_bytes(sampler, B, context)
                     kernels, busy = kernels_of(sampler._graph(B).replay) if context == 1024 else (None, None)
                     table.add(f"{B} x {context}", size, precision=precision, kv=kv, us=us,
                               tok_per_s=B / us * 1e6, tb_per_s=moved / us / 1e6,
-                              of_limit=limit_us(moved) / us, x_bf16=bf16[size, B, context] / us,
+                              of_limit=limit_us(moved) / us, x_bf16=over(bf16.get((size, B, context)), us),
                               kernels=kernels, gap=busy and 1 - busy / us)
             del model, sampler
 

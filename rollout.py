@@ -369,7 +369,9 @@ class Sampler:
         preempted sequence shares nothing, so at most one prompt (`self.shared`) has samples admitted and
         samples waiting.
         """
-        if not self.queue or len(self.active) == self.slots:
+        # A prefill is hundreds of launches, however little it holds: rows get free by the eighth of the slots.
+        batch = min(len(self.queue), max(1, self.slots // 8))
+        if not self.queue or self.active and self.slots - len(self.active) < batch:
             return
         prefills, copies = [], []
         growth = sum(seq.growth for seq in self.active)

@@ -2232,7 +2232,7 @@ def test_soak_in_a_pool_that_is_too_small(tiny, monkeypatch, growth):
 
 
 @needs_gpu
-def test_soak_of_two_thousand_requests():
+def test_soak_of_two_thousand_requests(capsys):
     """Through graphs of all sizes and a pool that is too small: nothing lost or repeated, no page kept."""
     policy, draw = make_policy("fp8"), random.Random(4)
     prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100, 200]) for _ in range(500)], seed=4)
@@ -2242,6 +2242,7 @@ def test_soak_of_two_thousand_requests():
     assert [len(t) for t in result.tokens] == limits and result.n_tokens == sum(limits)
     assert small.pool.free == small.pool.capacity and not any(small.pool.references)
     assert result.preemptions > 3
+    assert "sampler: 300 slots, 500 pages of 64 tokens (32,000 tokens" in capsys.readouterr().out
     assert drawn(result) == drawn(Sampler(policy).generate(prompts, 4, limits, seed=8, stop=[]))
 
 
