@@ -618,13 +618,18 @@ def step_bytes(sampler, B, context):
 
 
 def at_context(sampler, B, context):
-    """Sets the sampler's rows as if B sequences had come so far; their pages, scattered, hold anything."""
+    """Sets the sampler's rows as if B sequences had come so far; their pages lie scattered in the pool."""
     each, row = pages_for(context + 64), torch.arange(B, device="cuda")
     sampler.table[:B, :each] = torch.randperm(B * each, device="cuda").int().view(B, each) + 1
     at = context - 1                                                     # position of the current token
     sampler.ids[:3, :B] = torch.stack([row, row, sampler.table[:B, at // PAGE].long() * PAGE + at % PAGE])
     sampler.spans[:, :B] = torch.tensor([[at], [context], [1 << 30]], device="cuda")
     sampler.ids[3] = 0
+
+
+def fill(pool):
+    for pages in sum(pool.caches, ()):
+        pages.copy_(randn(*pages.shape))
 
 
 def kernels_of(run):
@@ -667,8 +672,7 @@ def decode(rows, quick):
             width = pages_for(16384 + 64)
             most = min(sampler._pages_in_memory(max(batches), width), 256 * width + 1)
             sampler._build(max(batches), width, most)
-            for pages in sum(sampler.pool.caches, ()):
-                pages.copy_(randn(*pages.shape))
+            fill(sampler.pool)
             with torch.no_grad():
                 for B, context in itertools.product(batches, (1024,) if quick else (256, 1024, 4096, 16384)):
                     if B * pages_for(context + 64) >= most:

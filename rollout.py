@@ -369,7 +369,7 @@ class Sampler:
         preempted sequence shares nothing, so at most one prompt (`self.shared`) has samples admitted and
         samples waiting.
         """
-        # A prefill is hundreds of launches, however little it holds: rows get free by the eighth of the slots.
+        # A prefill is hundreds of launches, however little it holds: wait for an eighth of the rows.
         batch = min(len(self.queue), max(1, self.slots // 8))
         if not self.queue or self.active and self.slots - len(self.active) < batch:
             return
