@@ -2275,6 +2275,7 @@ def test_plan_fits_the_memory(monkeypatch):
     free, planned = 72e9, {}
     monkeypatch.setattr(rollout, "free_memory", lambda device: free)
     monkeypatch.setattr(rollout, "MAX_SLOTS", {"meta": 512})
+    monkeypatch.setattr(rollout, "STEPS_PER_LOOK", {"meta": 16})
     build = lambda self, *sizes: planned.update(zip(("slots", "width", "pages"), sizes))
     monkeypatch.setattr(Sampler, "_build", build)
     config = tiny_config(num_hidden_layers=28, num_key_value_heads=8, num_attention_heads=16, head_dim=128,
@@ -2308,7 +2309,8 @@ def test_smallest_pool_that_is_accepted(tiny):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("STEPS_PER_LOOK", 1), ("STEPS_PER_LOOK", 50), ("PREFILL_TOKENS", 1), ("PREFILL_TOKENS", 100)])
+    ("STEPS_PER_LOOK", {DEVICE: 1}), ("STEPS_PER_LOOK", {DEVICE: 50}),
+    ("PREFILL_TOKENS", 1), ("PREFILL_TOKENS", 100)])
 def test_schedule_does_not_matter(tiny, monkeypatch, name, value):
     expected = drawn(Sampler(tiny).generate(PROMPTS, 2, 30, seed=4))
     monkeypatch.setattr(rollout, name, value)
