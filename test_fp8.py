@@ -2237,13 +2237,13 @@ def test_soak_of_two_thousand_requests(capsys, monkeypatch):
     monkeypatch.setattr(rollout, "GROWTH_PAGES", 0)
     policy, draw = make_policy("fp8"), random.Random(4)
     prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100, 200]) for _ in range(500)], seed=4)
-    limits = [min(250, 1 + int(30 * math.exp(draw.gauss(0, 1)))) for _ in range(2000)]
-    small = Sampler(policy, max_slots=300, pages=250)
+    limits = [min(300, 1 + int(40 * math.exp(draw.gauss(0, 1.2)))) for _ in range(2000)]
+    small = Sampler(policy, max_slots=300, pages=100)
     result = small.generate(prompts, 4, limits, seed=8, stop=[])
     assert [len(t) for t in result.tokens] == limits and result.n_tokens == sum(limits)
     assert small.pool.free == small.pool.capacity and not any(small.pool.references)
     assert result.preemptions > 3
-    assert "sampler: 300 slots, 250 pages of 64 tokens (16,000 tokens" in capsys.readouterr().out
+    assert "sampler: 300 slots, 100 pages of 64 tokens (6,400 tokens" in capsys.readouterr().out
     assert drawn(result) == drawn(Sampler(policy).generate(prompts, 4, limits, seed=8, stop=[]))
 
 
