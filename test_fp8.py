@@ -20,8 +20,10 @@ import math
 import os
 import random
 import re
+import resource
 import runpy
 import shlex
+import shutil
 import socket
 import struct
 import subprocess
@@ -2391,14 +2393,18 @@ def test_resume_is_exact(tmp_path, paid):
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
 
 
+KILLS = int(os.environ.get("KILLS", 3))
+
+
 @cpu_only
 def test_killed_runs_go_on(tmp_path, paid):
-    """SIGKILL at random moments, saving included; started again, it ends with an uninterrupted run's bits."""
-    flags, killed = ["--steps=8", "--save-every=1", "--resume"], tmp_path / "killed"
+    """SIGKILL at random moments, saving included; started again, it ends with an uninterrupted run's bits.
+    The environment variable KILLS asks for more."""
+    flags, killed = [f"--steps={2 * KILLS + 2}", "--save-every=1", "--resume"], tmp_path / "killed"
     log = killed / "log.jsonl"
     lines = lambda: log.read_text().count("\n") if log.exists() else 0
     run(tmp_path / "whole", *flags)
-    for _ in range(3):
+    for _ in range(KILLS):
         process, goal = start(killed, *flags), lines() + random.randint(1, 4)
         while lines() < goal and process.poll() is None:
             time.sleep(0.005)
@@ -2408,6 +2414,81 @@ def test_killed_runs_go_on(tmp_path, paid):
     assert start(killed, *flags).wait() == 0
     assert_same_run(tmp_path / "whole", killed)
     assert len(train.checkpoints(killed)) == 2, "as many as --keep asks for"
+
+
+@cpu_only
+def test_killed_at_every_turn_of_a_save(tmp_path, paid):
+    """Killed at each call that renames, removes or syncs, one after the other: the newest checkpoint is whole."""
+    run(tmp_path / "base", "--steps=1", "--save-every=1", "--keep=1")
+    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path / 'base'}", "--resume", "--keep=1"]))
+    trainer.restore()
+    trainer.step, outcomes = 2, []
+    for last in range(1, 99):
+        out = trainer.cfg.out = shutil.copytree(tmp_path / "base", tmp_path / str(last))
+        pid = os.fork()                                    # the child saves, and dies at its call number `last`
+        if pid == 0:
+            calls = iter(range(1, 99))
+            for name in ("fsync", "rename", "replace", "rmdir", "unlink"):
+                def call(*args, real=getattr(os, name), **options):
+                    return os.kill(os.getpid(), 9) if next(calls) == last else real(*args, **options)
+                setattr(os, name, call)
+            trainer.save()
+            os._exit(0)
+        lived = os.waitpid(pid, 0)[1] == 0
+        outcomes.append({path.name: path.read_bytes() for path in newest(out).iterdir()})
+        if lived:
+            break
+        trainer.step = 3
+        trainer.save()                                     # whatever the killed one left is in nobody's way
+        assert train.checkpoints(out) == ["step-000003"] and ".saving" not in os.listdir(out)
+        trainer.step = 2
+    assert 12 < last < 98 and json.loads(outcomes[0]["state.json"])["step"] == 1
+    assert all(files in (outcomes[0], outcomes[-1]) for files in outcomes) and outcomes[0] != outcomes[-1]
+
+
+def test_checkpoints_are_on_the_disk_before_they_have_their_name(tmp_path, paid, monkeypatch):
+    """Power may fail: every file, and the folder, is synced when the rename makes it a checkpoint."""
+    synced, fsync, rename, checked = set(), os.fsync, os.rename, []
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.fstat(fd).st_ino), fsync(fd)))
+
+    def watch(source, target):
+        if "step-" in os.path.basename(target):
+            inside = [source] + [entry.path for entry in os.scandir(source)]
+            assert {os.stat(path).st_ino for path in inside} <= synced and len(inside) > 5
+            checked.append(target)
+        rename(source, target)
+    monkeypatch.setattr(os, "rename", watch)
+    run(tmp_path / "run", "--save-every=1")
+    assert len(checked) == 3 and os.stat(tmp_path / "run").st_ino in synced
+
+
+@cpu_only
+def test_full_disk_and_folders_that_cannot_be_written(tmp_path, paid, monkeypatch):
+    """The message says where and how much; the checkpoint before stays, and half a one does not."""
+    run(tmp_path / "run", "--steps=1", "--save-every=1")
+    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path / 'run'}", "--resume"]))
+    trainer.restore()
+    trainer.step = 2
+    size = (newest(tmp_path / "run") / "optimizer.safetensors").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)     # files that cannot grow any more: like a full disk
+    for room in (size - 1, 1000, 0):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            with pytest.raises(OSError, match=r"step-000002 of .* GiB cannot be written .*: make room, then"):
+                trainer.save()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert train.checkpoints(tmp_path / "run")[-1] == "step-000001"
+        assert not (tmp_path / "run" / ".saving").exists()
+    trainer.save()
+    assert newest(tmp_path / "run").name == "step-000002"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="--out=.*file/run cannot be written .*: give another folder"):
+        run(tmp_path / "file" / "run")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match="has 0.0 GiB free, a checkpoint takes"):
+        run(tmp_path / "full")
 
 
 def test_second_update_leaves_the_policy_that_sampled(tmp_path, paid, monkeypatch):

@@ -899,7 +899,7 @@ def plan(run):
     sft = f"{cfg.sft_steps} supervised steps, then " if cfg.sft_steps else ""
     print(f"plan: {sft}{cfg.steps} GRPO steps of {cfg.prompts} problems x {cfg.samples} completions of up to "
           f"{cfg.max_new_tokens} tokens;\n      |d| is the gap between the log-probs of sampler and trainer"
-          + (" | kernels are compiled when first used: a minute or two, then cached" if fp8.triton else ""))
+          + (" | kernels are compiled when first used: a minute or two, then cached" if run.device.type == "cuda" else ""))
     if run.device.type == "cuda":
         parts = memory(c, cfg, 0)
         count, completions = parts["gradients"] / 4, cfg.prompts * cfg.samples / run.ranks.count
@@ -931,8 +931,8 @@ def summary(run):
         return
     total = lambda key: sum(r[key] for r in steps)
     accuracy = [r["accuracy"] for r in records if r["kind"] == "eval"]
-    print(f"summary: {len(steps)} steps, {total('tokens'):,} tokens sampled, of whose log-probs "
-          f"{total('differing_tokens'):,.0f} differ from the trainer's; {steps[-1]['skipped']} updates skipped\n"
+    print(f"summary: {len(steps)} steps, {steps[-1]['skipped']} updates skipped; {total('tokens'):,} tokens "
+          f"sampled, of whose log-probs {total('differing_tokens'):,.0f} differ from the trainer's\n"
           f"         reward {steps[0]['reward']:.3f} -> {steps[-1]['reward']:.3f}, held-out accuracy "
           f"{accuracy[0]:.1%} -> {accuracy[-1]:.1%}\n"
           f"         rollout {total('t_rollout_s'):.0f} s at {total('tokens') / total('t_rollout_s'):,.0f} "
