@@ -15,6 +15,7 @@ Hopper and their binaries inspected. Nothing is downloaded: models are random an
 Comparisons with transformers and tokenizers skip where those are not installed.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -2007,6 +2008,19 @@ def test_policy_loss_by_hand():
     assert set(map(float, metrics.sums.values())) == {0.0}
 
 
+def test_mean_over_completions():
+    """share: each completion's mean counts the same, whatever its length; the KL term is weighed along."""
+    lengths, adv = torch.tensor([1, 4, 2]), torch.tensor([1.0, -2.0, 3.0])
+    logp, ref, each = leaf(*range(-7, 0)), torch.zeros(7), adv.repeat_interleave(lengths)
+    share = grpo.mean_share(lengths, 7, 3)
+    loss, sums = grpo.policy_loss(logp, logp, each, 7, share=share, ref_logp=ref, kl_coef=0.5)
+    tokens = -each + 0.5 * grpo.k3(logp.detach(), ref)
+    assert loss.item() == pytest.approx(sum(part.mean().item() for part in tokens.split([1, 4, 2])) / 3)
+    assert sums["loss"].item() / 7 == pytest.approx(loss.item())
+    whole = grpo.mean_share(torch.tensor([3, 3]), 6, 2)
+    assert whole.tolist() == [1.0] * 6, "equal lengths: both means are one"
+
+
 def test_truncated_weights():
     old, sampler = leaf(-1, -1, -1, 0), torch.tensor([-1.0, -2.0, -0.5, -200.0])
     weights = grpo.truncated_weights(old, sampler, 2.0)
@@ -2418,14 +2432,14 @@ def test_killed_runs_go_on(tmp_path, paid):
 
 @cpu_only
 def test_killed_at_every_turn_of_a_save(tmp_path, paid):
-    """Killed at each call that renames, removes or syncs, one after the other: the newest checkpoint is whole."""
+    """Killed at each call that renames, removes or syncs, one by one: the newest checkpoint is whole."""
     run(tmp_path / "base", "--steps=1", "--save-every=1", "--keep=1")
     trainer = train.Run(train.parse([*TINY, f"--out={tmp_path / 'base'}", "--resume", "--keep=1"]))
     trainer.restore()
     trainer.step, outcomes = 2, []
     for last in range(1, 99):
         out = trainer.cfg.out = shutil.copytree(tmp_path / "base", tmp_path / str(last))
-        pid = os.fork()                                    # the child saves, and dies at its call number `last`
+        pid = os.fork()                                # the child saves, and dies at its call number `last`
         if pid == 0:
             calls = iter(range(1, 99))
             for name in ("fsync", "rename", "replace", "rmdir", "unlink"):
@@ -2675,6 +2689,107 @@ def test_flags_of_the_loss(tmp_path, paid, capsys):
     assert capsys.readouterr().out.count("dropped, so there was no gradient") == 2
     plain, recomputed = (run(tmp_path / flag, flag, "--kl=0.1") for flag in ("--no-recompute", "--recompute"))
     assert plain == recomputed and plain[1]["kl"] > 0
+
+
+def test_means_groups_and_learning_rate(tmp_path, paid, monkeypatch, capsys):
+    flags = ["--steps=1", "--samples=6", "--max-new-tokens=90", "--loss-mean"]     # long: some end early
+    plain, other = (run(tmp_path / kind, *flags, kind) for kind in ("token", "completion"))
+    assert plain[0]["reward"] == other[0]["reward"] and plain[0]["grad_norm"] != other[0]["grad_norm"]
+    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path / 'drop'}", "--drop-equal", "--updates=2",
+                                     "--warmup=4", "--lr-decay=0.5", "--steps=20"]))
+    result = types.SimpleNamespace(tokens=[[1], [2, 3], [4], [5], [6], [7]], finish=["stop"] * 6,
+                                   logprobs=[torch.zeros(n) for n in (1, 2, 1, 1, 1, 1)])
+    advantages = grpo.advantages([1, 0, 1, 1, 0, 0], 2)          # the first group alone has a gradient
+    first, second = trainer.update_batches([[9]] * 3, result, advantages)
+    assert first["sequences"] == [([9], [1]), ([9], [2, 3])] and first["tokens"] == 3
+    assert second["sequences"] == [] and second["tokens"] == second["fed"] == 0
+    rates = [trainer.learning_rate(step, 1.0, 20) for step in range(20)]
+    assert rates[:4] == pytest.approx([0.25, 0.5 * 0.975, 0.75 * 0.95, 0.925]), "the decay runs meanwhile"
+    assert rates[19] == pytest.approx(1 - 0.5 * 19 / 20) and max(rates) == rates[3]
+    monkeypatch.setattr(grpo.Example, "reward", lambda example, completion: 1.0)
+    steps = run(tmp_path / "equal", "--steps=4", "--drop-equal")
+    assert [r["grad_norm"] for r in steps] == [0.0] * 4 and steps[0]["equal_groups"] == 1
+    assert capsys.readouterr().out.count("for 3 steps every group had equal rewards, so there was no") == 1
+
+
+def test_evaluation_counts_pass_at_k(tmp_path, monkeypatch, capsys):
+    """Four held-out problems, three answers each; which are right is laid down here."""
+    verdicts = {}                                                # of a problem: one reward after the other
+    monkeypatch.setattr(grpo.Example, "reward", lambda example, text: verdicts[example.prompt].pop(0))
+    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}", "--eval-samples=3", "--temperature=1.5"]))
+    seen, generate = [], trainer.sampler.generate
+    trainer.sampler.generate = lambda *args, keys: (seen.append(keys), generate(*args, keys=keys))[1]
+    for _ in range(2):
+        rewards = [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+        verdicts.update(zip([e.prompt for e in trainer.task.heldout], rewards))
+        trainer.evaluate("now")
+    assert "accuracy now: 41.7% (pass@1), 75.0% (pass@3) of 4 problems, at temp" in capsys.readouterr().out
+    for line in read_log(tmp_path):
+        assert (line["accuracy"], line["pass_k"], line["samples"]) == (pytest.approx(5 / 12), 0.75, 3)
+    assert seen[0] == seen[1] and len(set(seen[0])) == 12
+    assert max(seen[0]) < 0, "not the noise of any training sample"
+
+
+def test_wandb_gets_every_number(tmp_path, paid, monkeypatch):
+    """By a stand-in for the package: one run, a step for each record, no text and nothing without a flag."""
+    calls = []
+    wandb = types.SimpleNamespace(run=None, log=calls.append, define_metric=lambda *args, **options: None)
+    wandb.init = lambda project, config: (calls.append((project, config["steps"])), setattr(wandb, "run", 1))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: True)
+    run(tmp_path / "off")
+    assert not calls
+    steps = run(tmp_path / "on", "--wandb=mine")
+    assert calls[0] == ("mine", 2) and len(calls) == 1 + len(read_log(tmp_path / "on"))
+    mine = [c for c in calls[1:] if "step/reward" in c]
+    assert [(c["step"], c["step/reward"]) for c in mine] == [(r["step"], r["reward"]) for r in steps]
+    assert all(isinstance(v, (int, float)) for c in calls[1:] for v in c.values())
+
+
+# Sizes of Qwen3 (hidden, query heads, MLP width, layers, tied) as bench.py has them.
+BIG = {"1.7B": (2048, 16, 6144, 28, True), "4B": (2560, 32, 9728, 36, True),
+       "8B": (4096, 32, 12288, 36, False)}
+
+
+def big_config(size):
+    C, H, F, L, tied = BIG[size]
+    return tiny_config(hidden_size=C, num_attention_heads=H, num_key_value_heads=8, head_dim=128,
+                       intermediate_size=F, num_hidden_layers=L, vocab_size=151936, tie_word_embeddings=tied)
+
+
+@pytest.mark.parametrize("precision", model.PRECISIONS)
+def test_memory_is_estimated_by_part(precision):
+    """Against the bytes that a model and its optimizer allocate."""
+    config = tiny_config(hidden_size=256, intermediate_size=512, tie_word_embeddings=False)
+    policy = Transformer(config, precision)
+    optimizer = fp8.AdamW(policy.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: False)
+    parts = train.memory(config, train.Config(precision=precision), 1000)
+    size = lambda tensors: sum(x.nbytes for x in tensors)
+    real = {"weights": size(policy.buffers()) - policy.table.nbytes, "gradients": optimizer.grads.nbytes,
+            "masters and moments": size(optimizer.state().values())}
+    for name, count in real.items():
+        assert parts[name] == pytest.approx(count, rel=0.01), name
+
+
+def test_what_fits_and_what_to_lower():
+    """The sizes that are promised, by the estimate; and advice, which itself fits."""
+    GIB, fitting = 2**30, train.fitting
+    flags = lambda **changes: train.Config(micro_tokens=16384, **changes)
+    h100, h200, long = 79.1 * GIB, 139.8 * GIB, 16384 + 512
+    assert fitting(big_config("1.7B"), flags(), h100, long) == {}
+    assert fitting(big_config("4B"), flags(), h100, long) == {"recompute": True}
+    assert fitting(big_config("8B"), flags(), h200, long) == {"recompute": True, "states": "bf16"}
+    assert fitting(big_config("8B"), flags(), h100, long) is None
+    assert train.advice(big_config("8B"), flags(), h100, long).startswith("lower --max-new-tokens, or take")
+    assert train.advice(big_config("1.7B"), flags(), h100, long) == "free the GPU of other processes"
+    for size, room, longest in (("8B", 120 * GIB, 900), ("4B", 75 * GIB, 2000), ("1.7B", 40 * GIB, 3000)):
+        config = big_config(size)
+        change = fitting(config, flags(), room, longest)
+        new = dataclasses.replace(flags(), **change)
+        assert change and new.micro_tokens >= longest
+        assert sum(train.memory(config, new, new.micro_tokens).values()) + train.SPARE <= room
+        text = train.advice(config, flags(), room, longest)
+        assert all("--" + name.replace("_", "-") in text for name in change)
 
 
 @pytest.mark.parametrize("base", [False, True])

@@ -674,7 +674,7 @@ class Run:
         how = f"at temperature {cfg.temperature:g}" if k > 1 else "greedy"
         print(f"held-out accuracy {when}: {passed} of {count} problems, {how} ({seconds:.1f} s)")
         self.log({"kind": "eval", "step": self.step, "accuracy": one / count, "problems": count,
-                  "samples": k, "pass_at_k": some / count, "truncated": truncated / count / k,
+                  "samples": k, "pass_k": some / count, "truncated": truncated / count / k,
                   "seconds": seconds})
 
     def text(self, ids):
