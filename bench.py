@@ -24,6 +24,7 @@ import json
 import math
 import os
 import random
+import statistics
 import sys
 import time
 
@@ -34,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fp8
 import grpo
 from model import PAGE, Config, Transformer, attention, pack, paged_attention, sample, token_logprobs
+import train
 from rollout import Parser, Sampler, explain
 from train import git_commit, score
 
@@ -583,6 +585,196 @@ def head(rows, quick):
         head_rows(table, 8192, C, 151936)
 
 
+# ---- train: forward, backward, optimizer; step: rollout and update -----------------------------------------
+
+# Layers, and what the sizes need on one H200: 8B runs its layers again in the backward pass, its masters and
+# moments are BF16.
+LAYERS, VOCAB = {"1.7B": 28, "4B": 36, "8B": 36}, 151936
+BATCH = 4                                 # micro-batches of a batch: 1 update of all, or 4 of one each
+
+
+def flags(size, precision, micro_tokens):
+    return train.Config(precision=precision, micro_tokens=micro_tokens, recompute=size == "8B",
+                        states="bf16" if size == "8B" else "fp32")
+
+
+def real_model(size, cfg):
+    """A Qwen3 of real shape, its random weights made on the GPU, and its optimizer."""
+    hidden, heads, width = QWEN3[size]
+    config = Config(vocab_size=VOCAB, hidden_size=hidden, intermediate_size=width, model_type="qwen3",
+                    num_hidden_layers=LAYERS[size], num_attention_heads=heads, num_key_value_heads=8,
+                    head_dim=128, max_position_embeddings=40960, rope_theta=1e6, eos_token_id=[VOCAB - 1],
+                    tie_word_embeddings=size != "8B")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = Transformer(config, cfg.precision, "cuda", seed=None)
+    model.load((name, torch.ones(w.shape) if name.endswith("norm") else
+                torch.randn(w.shape, device="cuda") * 0.02) for name, w in model.weights().items())
+    model.recompute = cfg.recompute
+    states = {} if cfg.states == "fp32" else {"states": torch.bfloat16}
+    return model, fp8.AdamW(model.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: False, **states)
+
+
+def random_pairs(count, length):
+    """(prompt, completion) pairs of `length` fed tokens each, of which all but the first are learned."""
+    return [([0], torch.randint(VOCAB, (length,)).tolist()) for _ in range(count)]
+
+
+def loss_of(model, pairs, inv_temp, total):
+    """The trainer's loss of one micro-batch, with advantages that differ."""
+    logp = score(model, pairs, inv_temp)
+    advantage = torch.linspace(-1, 1, len(logp), device="cuda")
+    return grpo.policy_loss(logp, logp.detach(), advantage, total)[0]
+
+
+def timed(parts, repeats=3):
+    """Seconds of each of the callables `parts`, which run in turn: medians, gaps of the host included."""
+    runs = []
+    for _ in range(1 + repeats):                     # the first run compiles and takes its memory
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for part, event in zip(parts, events[1:]):
+            part()
+            event.record()
+        events[-1].synchronize()
+        runs.append([a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])])
+    return [statistics.median(x) for x in zip(*runs[1:])]
+
+
+def update_seconds(model, optimizer, count, length):
+    """Seconds of a pass for old log-probs, forward, backward and optimizer on `count` sequences."""
+    pairs, one, loss = random_pairs(count, length), torch.ones(1, device="cuda"), []
+
+    def old():
+        with torch.no_grad():
+            score(model, pairs, one)
+
+    parts = [old, lambda: loss.append(loss_of(model, pairs, one, count * length)),
+             lambda: loss.pop().backward(), lambda: optimizer.step(1e-6, 1.0)]
+    return timed(parts)
+
+
+def model_flops(config, tokens, length):
+    """Operations that a forward and backward pass needs by the book: what is computed twice counts once."""
+    c, heads = config, config.num_attention_heads * config.head_dim
+    layer = c.hidden_size * (2 * heads + 2 * c.num_key_value_heads * c.head_dim + 3 * c.intermediate_size)
+    matrices = c.num_hidden_layers * layer + c.vocab_size * c.hidden_size
+    return 6 * tokens * (matrices + c.num_hidden_layers * heads * length)      # causal: half of length^2
+
+
+def train_rows(table, size, lengths, bf16):
+    """Both precisions at each length; `bf16` collects what fp8 is compared with."""
+    for precision in ("bf16", "fp8"):
+        model, optimizer = real_model(size, flags(size, precision, 16384))
+        for length in lengths:
+            tokens = 16384 * BATCH
+            old, forward, backward, step = update_seconds(model, optimizer, 16384 // length, length)
+            for updates in (1, BATCH):
+                # Where sampler and trainer are not exact, several updates need a pass for the old log-probs.
+                passes = BATCH * old if updates > 1 and precision != "fp8" else 0.0
+                seconds = passes + BATCH * (forward + backward) + updates * step
+                case = f"{length}, {updates} updates"
+                bf16.setdefault((size, case), seconds)
+                flops = model_flops(model.config, tokens, length)
+                table.add(case, f"Qwen3-{size} shape", precision=precision, tok_per_s=tokens / seconds,
+                          mfu=flops / seconds / BF16_PEAK, old_s=passes, forward_s=BATCH * forward,
+                          backward_s=BATCH * backward, step_s=updates * step,
+                          gib=torch.cuda.max_memory_allocated() / 2**30, x_bf16=bf16[size, case] / seconds)
+        del model, optimizer
+
+
+def transformers_seconds(recompute):
+    """One step of the library as it comes: BF16, SDPA, fused AdamW; 8 sequences of 1024 tokens. (s, GiB)"""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    hidden, heads, width = QWEN3["1.7B"]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=VOCAB, hidden_size=hidden, intermediate_size=width, num_hidden_layers=LAYERS["1.7B"],
+            num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+            max_position_embeddings=40960, dtype="bfloat16")).to(torch.bfloat16)
+    model.train()
+    if recompute:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    ids, loss = torch.randint(VOCAB, (8, 1024), device="cuda"), []
+    parts = [lambda: loss.append(model(input_ids=ids, labels=ids, use_cache=False).loss),
+             lambda: loss.pop().backward(),
+             lambda: (torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), optimizer.step(),
+                      optimizer.zero_grad(set_to_none=True))]
+    return sum(timed(parts)), torch.cuda.max_memory_allocated() / 2**30
+
+
+def transformers_rows(table):
+    """The same work by transformers, in one run; recompute on both sides or on neither."""
+    try:
+        import transformers
+    except ImportError:
+        return note("transformers is not installed: no comparison with it")
+    for recompute in (False, True):
+        case = "8 x 1024" + ", recompute" * recompute
+        theirs, peak = transformers_seconds(recompute)
+        table.add(case, "Qwen3-1.7B shape", precision=f"transformers {transformers.__version__}",
+                  tok_per_s=8192 / theirs, gib=peak)
+        for precision in ("bf16", "fp8"):
+            model, optimizer = real_model("1.7B", flags("1.7B", precision, 8192))
+            model.recompute = recompute
+            seconds = sum(update_seconds(model, optimizer, 8, 1024)[1:])
+            table.add(case, "Qwen3-1.7B shape", precision=precision, tok_per_s=8192 / seconds,
+                      gib=torch.cuda.max_memory_allocated() / 2**30, x_transformers=theirs / seconds)
+            del model, optimizer
+
+
+def train_section(rows, quick):
+    columns = "precision", "tok_per_s", "mfu", "old_s", "forward_s", "backward_s", "step_s", "gib", "x_bf16"
+    table = Table("train", rows, *columns, "x_transformers", key="model")
+    bf16 = {}
+    for size in ["1.7B"] if quick else LAYERS:
+        train_rows(table, size, [4096] if quick else [1024, 4096, 16384], bf16)
+    transformers_rows(table)
+
+
+def whole_step(size, precision, prompts, samples, length):
+    """One GRPO step, rollout and update, as train.py runs it. -> seconds of both, GiB"""
+    cfg = flags(size, precision, 16384)
+    model, optimizer = real_model(size, cfg)
+    sampler, one = Sampler(model), torch.ones(1, device="cuda")
+    needs = 1.1 * sum(list(train.memory(model.config, cfg, cfg.micro_tokens).values())[-2:])
+    questions = [torch.randint(VOCAB, (128,)).tolist() for _ in range(prompts)]
+
+    def step(stop):
+        torch.cuda.synchronize()
+        t0 = time.perf_counter()
+        out = sampler.generate(questions, samples, length, stop=stop)
+        train.hand_over(sampler, needs)
+        t1 = time.perf_counter()
+        pairs = [(questions[i // samples], tokens) for i, tokens in enumerate(out.tokens)]
+        for micro in train.micro_batches(pairs, cfg.micro_tokens):
+            loss_of(model, micro, one, prompts * samples * length).backward()
+        optimizer.step(1e-6, 1.0)
+        torch.cuda.synchronize()
+        return t1 - t0, time.perf_counter() - t1
+
+    step(stop=list(range(VOCAB)))                    # one token each: compiles, captures, takes its memory
+    return *step(stop=[]), torch.cuda.max_memory_allocated() / 2**30
+
+
+def step_section(rows, quick):
+    columns = "precision", "tok_per_s", "rollout_s", "update_s", "gib", "x_bf16"
+    table = Table("step", rows, *columns, key="model")
+    prompts, samples, length = 8, 8, 128 if quick else 1024
+    for size in ["1.7B"] if quick else LAYERS:
+        for precision in ("bf16", "fp8-rollout", "fp8"):
+            rollout, update, peak = whole_step(size, precision, prompts, samples, length)
+            if precision == "bf16":
+                bf16 = rollout + update
+            table.add(f"{prompts * samples} x {length}", f"Qwen3-{size} shape", precision=precision,
+                      tok_per_s=prompts * samples * length / (rollout + update), rollout_s=rollout,
+                      update_s=update, gib=peak, x_bf16=bf16 / (rollout + update))
+
+
 # ---- plot: curves of training runs -------------------------------------------------------------------------
 
 
@@ -640,7 +832,8 @@ def plot(runs, path):
 
 # ---- the command line --------------------------------------------------------------------------------------
 
-SECTIONS = {"exact": exact, "gemm": gemm, "quant": quant, "attention": attention_section, "head": head}
+SECTIONS = {"exact": exact, "gemm": gemm, "quant": quant, "attention": attention_section, "head": head,
+            "train": train_section, "step": step_section}
 
 
 def run_sections(names, out, quick):

@@ -16,6 +16,8 @@ Comparisons with transformers and tokenizers skip where those are not installed.
 """
 
 import dataclasses
+import gc
+import inspect
 import json
 import math
 import os
@@ -2734,7 +2736,11 @@ def test_wandb_gets_every_number(tmp_path, paid, monkeypatch):
     """By a stand-in for the package: one run, a step for each record, no text and nothing without a flag."""
     calls = []
     wandb = types.SimpleNamespace(run=None, log=calls.append, define_metric=lambda *args, **options: None)
-    wandb.init = lambda project, config: (calls.append((project, config["steps"])), setattr(wandb, "run", 1))
+
+    def init(project, dir, config):
+        calls.append((project, config["steps"]))
+        wandb.run = 1
+    wandb.init = init
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: True)
     run(tmp_path / "off")
@@ -2757,16 +2763,21 @@ def big_config(size):
                        intermediate_size=F, num_hidden_layers=L, vocab_size=151936, tie_word_embeddings=tied)
 
 
+@pytest.mark.parametrize("states", train.STATES)
 @pytest.mark.parametrize("precision", model.PRECISIONS)
-def test_memory_is_estimated_by_part(precision):
+def test_memory_is_estimated_by_part(precision, states):
     """Against the bytes that a model and its optimizer allocate."""
+    if states == "bf16" and "states" not in inspect.signature(fp8.AdamW.__init__).parameters:
+        pytest.skip("this AdamW has FP32 states only")
     config = tiny_config(hidden_size=256, intermediate_size=512, tie_word_embeddings=False)
     policy = Transformer(config, precision)
-    optimizer = fp8.AdamW(policy.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: False)
-    parts = train.memory(config, train.Config(precision=precision), 1000)
-    size = lambda tensors: sum(x.nbytes for x in tensors)
-    real = {"weights": size(policy.buffers()) - policy.table.nbytes, "gradients": optimizer.grads.nbytes,
-            "masters and moments": size(optimizer.state().values())}
+    options = {} if states == "fp32" else {"states": BF16}
+    optimizer = fp8.AdamW(policy.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: False, **options)
+    parts = train.memory(config, train.Config(precision=precision, states=states), 1000)
+    sizes = lambda tensors: {x.data_ptr(): x.nbytes for x in tensors}         # a master may be the weight
+    weights, all_states = sizes(policy.buffers()), sizes(optimizer.state().values())
+    real = {"weights": sum(weights.values()) - policy.table.nbytes, "gradients": optimizer.grads.nbytes,
+            "masters and moments": sum(n for at, n in all_states.items() if at not in weights)}
     for name, count in real.items():
         assert parts[name] == pytest.approx(count, rel=0.01), name
 
@@ -2790,6 +2801,106 @@ def test_what_fits_and_what_to_lower():
         assert sum(train.memory(config, new, new.micro_tokens).values()) + train.SPARE <= room
         text = train.advice(config, flags(), room, longest)
         assert all("--" + name.replace("_", "-") in text for name in change)
+
+
+def one_update(policy, lengths, optimizer=None):
+    """Loss, backward pass and, if there is one, optimizer step on sequences of these lengths."""
+    device = policy.head.data.device
+    prompts, completions = some_prompts([3] * len(lengths)), some_prompts([n - 2 for n in lengths], seed=1)
+    pairs = list(zip(prompts, completions))
+    logp = train.score(policy, pairs, torch.ones(1, device=device))
+    advantages = torch.linspace(-1, 1, len(logp)).to(device)
+    return lambda: (grpo.policy_loss(logp, logp.detach(), advantages, len(logp))[0].backward(),
+                    optimizer and optimizer.step(1e-3, 1.0))
+
+
+@pytest.mark.parametrize("precision", model.PRECISIONS)
+def test_recomputed_gradients_are_the_same_bits(precision):
+    grads = []
+    for recompute in (False, True):
+        policy = scale_up(Transformer(tiny_config(), precision, DEVICE), 3.0)
+        policy.recompute = recompute
+        for lengths in ([40, 9, 130], [64, 5]):                    # two micro-batches add up
+            one_update(policy, lengths)()
+        grads.append({name: w.grad for name, w in policy.weights().items()})
+    for name, grad in grads[0].items():
+        assert grad.norm() > 0, name
+        same(grads[1][name], grad, name)
+
+
+@needs_gpu
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_host_never_waits_in_an_update(recompute):
+    policy = Transformer(tiny_config(), "fp8", DEVICE)
+    policy.recompute = recompute
+    optimizer = fp8.AdamW(policy.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: True)
+    one_update(policy, [200, 77], optimizer)()                     # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            optimizer.steps.item()                                 # the mode sees what it has to see
+        for _ in range(2):
+            one_update(policy, [200, 77], optimizer)()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+@pytest.mark.parametrize("recompute", [False, True])
+def test_peak_of_an_update_is_estimated(recompute):
+    """Within a fifth, at a size whose layers outweigh the rest."""
+    config = tiny_config(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+                         intermediate_size=3072, num_hidden_layers=8, max_position_embeddings=4096)
+    for precision in model.PRECISIONS:
+        policy = Transformer(config, precision, DEVICE)
+        policy.recompute = recompute
+        optimizer = fp8.AdamW(policy.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: True)
+        for _ in range(2):
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            one_update(policy, [4000] * 4, optimizer)()
+            peak = torch.cuda.max_memory_allocated() - before
+        flags = train.Config(precision=precision, recompute=recompute)
+        assert sum(list(train.memory(config, flags, 16000).values())[-2:]) == pytest.approx(peak, rel=0.2)
+
+
+@needs_gpu
+def test_rollout_and_update_hand_memory_over(tmp_path, paid):
+    """200 times to and fro, pages and graphs freed each time: after the first few, not a byte is added."""
+    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}", "--device=cuda", "--steps=200"]))
+    trainer.update_needs, seen = 2**60, []                         # more than is ever free
+    for trainer.step in range(200):
+        train.grpo_step(trainer)
+        assert trainer.sampler.pool is None and not trainer.sampler.graphs
+        seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    allocated, reserved = zip(*seen)
+    assert len(set(allocated[5:])) == 1 and max(reserved[5:]) == max(reserved[5:50])
+    trainer.update_needs = 0
+    train.grpo_step(trainer)
+    assert trainer.sampler.pool and trainer.sampler.graphs, "kept where the update fits beside them"
+
+
+@needs_gpu
+def test_out_of_memory_names_flags_that_help(tmp_path, paid):
+    """An update too large for what the process may have; the run goes on with what the message says."""
+    flags = ["--device=cuda", "--width=512", "--layers=6", "--prompts=64", "--samples=64", "--save-every=1",
+             "--max-new-tokens=128"]
+    run(tmp_path / "run", *flags, "--steps=1", "--micro-tokens=16384")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_per_process_memory_fraction(4 * 2**30 / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(RuntimeError, match="out of GPU memory .* give --.*\n.*--resume") as error:
+            run(tmp_path / "run", *flags, "--resume", "--micro-tokens=999999", "--steps=2")
+        helps = re.findall(r"--[a-z-]+(?:=\d+)?", str(error.value).splitlines()[0])
+        assert helps and train.checkpoints(tmp_path / "run") == ["step-000000", "step-000001"]
+        del error
+        gc.collect()
+        assert torch.cuda.memory_allocated() == before, "nothing leaks after an error that was caught"
+        assert len(run(tmp_path / "run", *flags, "--resume", *helps, "--steps=2")) == 2
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.parametrize("base", [False, True])

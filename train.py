@@ -258,13 +258,15 @@ def memory(c, cfg, tokens):
     qkv = o + 2 * c.num_key_value_heads * c.head_dim
     matrices, tables = L * C * (qkv + o + 3 * F), c.vocab_size * C * (2 - c.tie_word_embeddings)
     weights = matrices * {"bf16": 2, "fp8-rollout": 3, "fp8": 1}[cfg.precision] + tables * 2
+    # A BF16 master of weights that are read in BF16 is the weight itself.
+    shared = 0 if cfg.states == "fp32" else 2 * (tables + matrices * (cfg.precision != "fp8"))
     # In BF16, a token: both residual sums; qkv before and after RoPE; attention's output; gate and up.
     layer = 2 * (2 * C + 2 * qkv + o + 2 * F)
     # Of a layer that is run again only its input stays, as two summands. The last term is what the backward
     # pass of one layer holds beside all that: gradients, and codes in both directions.
     activations = L * (4 * C if cfg.recompute else layer) + layer * cfg.recompute + 10 * C + 8 * F
     return {"weights": weights * (1 + (cfg.kl > 0)),
-            "masters and moments": 3 * STATES[cfg.states].itemsize * (matrices + tables),
+            "masters and moments": 3 * STATES[cfg.states].itemsize * (matrices + tables) - shared,
             "gradients": 4 * (matrices + tables), "head": HEAD_SCRATCH * c.vocab_size,
             f"activations of {tokens:,} tokens": tokens * activations}
 
@@ -297,10 +299,12 @@ def advice(c, cfg, room, longest):
     return f"give {flags}" if flags else "free the GPU of other processes"
 
 
-def free_memory(device):
-    """Bytes that PyTorch could hand out on a GPU: those nobody has, and those that it keeps from earlier."""
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + idle
+def hand_over(sampler, needed):
+    """Before an update that needs so many bytes: free the sampler's pages and graphs if less is left."""
+    if sampler.device.type == "cuda":
+        idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()     # PyTorch's, from earlier
+        if torch.cuda.mem_get_info()[0] + idle < needed:
+            sampler.release()
 
 
 def gib(parts):
@@ -496,7 +500,7 @@ class Run:
         self.longest = max(len(self.encode_prompt(e)) for e in self.task.heldout) + cfg.max_new_tokens - 1
         self.parts = memory(config, cfg, max(cfg.micro_tokens, self.longest))
         self.update_needs = 1.1 * sum(list(self.parts.values())[-2:])
-        self.checkpoint_bytes = self.parts["masters and moments"] + self.parts["gradients"] // 2
+        self.checkpoint_bytes = (3 * STATES[cfg.states].itemsize + 2) * self.parts["gradients"] // 4
         if self.device.type == "cuda":
             room = torch.cuda.mem_get_info(self.device)[1]
             least = sum(memory(config, cfg, self.longest).values())
@@ -522,8 +526,7 @@ class Run:
             [prompts[i] for i in mine], cfg.samples, cfg.max_new_tokens, cfg.temperature, cfg.seed,
             self.tokenizer.eos_ids,
             keys=[first + i * cfg.samples + j for i in mine for j in range(cfg.samples)])
-        if self.device.type == "cuda" and self.update_needs > free_memory(self.device):
-            self.sampler.release()
+        hand_over(self.sampler, self.update_needs)
         return ranks.merge(rollout, cfg.samples)
 
     def learning_rate(self, step, peak, steps):
@@ -722,7 +725,7 @@ class Run:
         if self.cfg.wandb:
             import wandb
             if wandb.run is None:
-                wandb.init(project=self.cfg.wandb, config=dataclasses.asdict(self.cfg))
+                wandb.init(project=self.cfg.wandb, dir=self.cfg.out, config=dataclasses.asdict(self.cfg))
                 wandb.define_metric("*", step_metric="step")      # an evaluation shares its step with others
             wandb.log({k if k == "step" else f"{record['kind']}/{k}": v for k, v in record.items()
                        if isinstance(v, (int, float))})
@@ -895,12 +898,12 @@ def header(run):
 
 def plan(run):
     """What comes now and how long it may take, for whoever looks at the first minute of a run."""
-    cfg, c = run.cfg, run.model.config
+    cfg, c, cuda = run.cfg, run.model.config, run.device.type == "cuda"
     sft = f"{cfg.sft_steps} supervised steps, then " if cfg.sft_steps else ""
     print(f"plan: {sft}{cfg.steps} GRPO steps of {cfg.prompts} problems x {cfg.samples} completions of up to "
           f"{cfg.max_new_tokens} tokens;\n      |d| is the gap between the log-probs of sampler and trainer"
-          + (" | kernels are compiled when first used: a minute or two, then cached" if run.device.type == "cuda" else ""))
-    if run.device.type == "cuda":
+          + (" | kernels are compiled when first used: a minute or two, then cached" if cuda else ""))
+    if cuda:
         parts = memory(c, cfg, 0)
         count, completions = parts["gradients"] / 4, cfg.prompts * cfg.samples / run.ranks.count
         tokens = completions * run.longest
@@ -916,7 +919,7 @@ def plan(run):
 def time_left(run, seconds):
     """After the second step, the first that compiles nothing."""
     rest = run.cfg.steps - run.step - 1
-    print(f"note: this step took {seconds:.1f} s; {rest} are left, about "
+    print(f"note: this step took {seconds:.1f} s; the other {rest} may take "
           f"{datetime.timedelta(seconds=round(rest * seconds))}")
 
 
