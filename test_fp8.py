@@ -2399,14 +2399,24 @@ def test_gpu_run_repeats_and_is_exact(tmp_path, paid):
     assert all(r["differing_tokens"] == 0 and r["grad_norm"] > 0 for r in runs[0])
 
 
-def test_resume_is_exact(tmp_path, paid):
+def skip_without(states):
+    if states == "bf16" and "states" not in inspect.signature(fp8.AdamW.__init__).parameters:
+        pytest.skip("this AdamW has FP32 states only")
+
+
+@pytest.mark.parametrize("states", train.STATES)
+def test_resume_is_exact(tmp_path, paid, states):
     """Four steps in a row, and two, a new process, two more: the same bits in weights, moments and log."""
-    run(tmp_path / "whole", "--steps=4")
-    run(tmp_path / "halves")
+    skip_without(states)
+    flag = f"--states={states}"
+    run(tmp_path / "whole", "--steps=4", flag)
+    run(tmp_path / "halves", flag)
     with pytest.raises(ValueError, match="add --resume"):
-        run(tmp_path / "halves", "--steps=4")
-    assert start(tmp_path / "halves", "--steps=4", "--resume").wait() == 0
+        run(tmp_path / "halves", "--steps=4", flag)
+    assert start(tmp_path / "halves", "--steps=4", "--resume", flag).wait() == 0
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
+    moment = load_file(newest(tmp_path / "whole") / "optimizer.safetensors")["m.norm"]
+    assert moment.dtype == train.STATES[states] and moment.norm() > 0
 
 
 KILLS = int(os.environ.get("KILLS", 3))
@@ -2767,8 +2777,7 @@ def big_config(size):
 @pytest.mark.parametrize("precision", model.PRECISIONS)
 def test_memory_is_estimated_by_part(precision, states):
     """Against the bytes that a model and its optimizer allocate."""
-    if states == "bf16" and "states" not in inspect.signature(fp8.AdamW.__init__).parameters:
-        pytest.skip("this AdamW has FP32 states only")
+    skip_without(states)
     config = tiny_config(hidden_size=256, intermediate_size=512, tie_word_embeddings=False)
     policy = Transformer(config, precision)
     options = {} if states == "fp32" else {"states": BF16}
@@ -2888,6 +2897,7 @@ def test_out_of_memory_names_flags_that_help(tmp_path, paid):
              "--max-new-tokens=128"]
     run(tmp_path / "run", *flags, "--steps=1", "--micro-tokens=16384")
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.cuda.set_per_process_memory_fraction(4 * 2**30 / torch.cuda.mem_get_info()[1])
     try:
