@@ -28,6 +28,7 @@ import sys
 import time
 import traceback
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -243,7 +244,9 @@ def score(model, sequences, inv_temp):
         lengths.append(len(prompt) + len(completion) - 1)
         rows += range(start + len(prompt) - 1, start + lengths[-1])
         start += lengths[-1]
-    tokens, rows, targets = (to_device(torch.tensor(ids), device) for ids in (tokens, rows, targets))
+    # numpy reads long lists many times faster than torch does.
+    tokens, rows, targets = (to_device(torch.from_numpy(np.array(ids, np.int64)), device)
+                             for ids in (tokens, rows, targets))
     # By indexing, whose backward pass adds in a fixed order; that of index_select would use atomics.
     hidden = model(tokens, lengths)[rows]                                             # (N, C)
     return token_logprobs(hidden, model.head, targets, inv_temp)
@@ -260,33 +263,34 @@ def memory(c, cfg, tokens):
     weights = matrices * {"bf16": 2, "fp8-rollout": 3, "fp8": 1}[cfg.precision] + tables * 2
     # A BF16 master of weights that are read in BF16 is the weight itself.
     shared = 0 if cfg.states == "fp32" else 2 * (tables + matrices * (cfg.precision != "fp8"))
-    # In BF16, a token: both residual sums; qkv before and after RoPE; attention's output; gate and up.
+    # In BF16, a token: both residual sums; qkv before and after RoPE; attention's output; gate and up. Of a
+    # layer that is run again only its input stays, as two summands.
     layer = 2 * (2 * C + 2 * qkv + o + 2 * F)
-    # Of a layer that is run again only its input stays, as two summands. The last term is what the backward
-    # pass of one layer holds beside all that: gradients, and codes in both directions.
-    activations = L * (4 * C if cfg.recompute else layer) + layer * cfg.recompute + 10 * C + 8 * F
+    kept = 4 * C if cfg.recompute else layer
+    # The larger of what the head needs at its end, a chunk's logits in FP32 and their gradient in BF16, and
+    # what the backward pass of a layer holds beside what was kept: gradients, codes in both directions.
+    work = max(1024 * 6 * c.vocab_size + tokens * 12 * C, tokens * (8 * F + layer * cfg.recompute))
     return {"weights": weights * (1 + (cfg.kl > 0)),
             "masters and moments": 3 * STATES[cfg.states].itemsize * (matrices + tables) - shared,
-            "gradients": 4 * (matrices + tables), "head": HEAD_SCRATCH * c.vocab_size,
-            f"activations of {tokens:,} tokens": tokens * activations}
+            "gradients": 4 * (matrices + tables),
+            f"activations of {tokens:,} tokens": tokens * L * kept, "work space": work}
 
 
-HEAD_SCRATCH = 1024 * 6       # bytes for each id: a chunk's logits in FP32 and their gradient in BF16
 SPARE = 2**30                 # CUDA's context, the libraries' workspaces
 
 
 def fitting(c, cfg, room, longest):
     """The flags to change, least first, for an update to fit into `room` bytes: a dict. None: no way.
 
-    A micro-batch holds one sequence or more, so it cannot be smaller than the longest.
+    A micro-batch holds one sequence or more, so it cannot be smaller than the longest. Below 8,192 tokens
+    the products get slow: that comes last.
     """
-    for change in ({}, {"recompute": True}, {"states": "bf16"}, {"recompute": True, "states": "bf16"}):
-        new = dataclasses.replace(cfg, **change)
-        fixed, one = (sum(memory(c, new, tokens).values()) for tokens in (0, 1))
-        tokens = int((room - SPARE - fixed) / (one - fixed))
-        if tokens >= longest:
-            small = {"micro_tokens": max(longest, tokens // 1024 * 1024)} if tokens < cfg.micro_tokens else {}
-            return change | small
+    changes = {}, {"recompute": True}, {"states": "bf16"}, {"recompute": True, "states": "bf16"}
+    for change, least in [(change, 8192) for change in changes] + [(change, 0) for change in changes]:
+        new, least = dataclasses.replace(cfg, **change), max(longest, min(least, cfg.micro_tokens))
+        for tokens in range(max(cfg.micro_tokens, longest), least - 1, -256):
+            if SPARE + sum(memory(c, new, tokens).values()) <= room:
+                return change | ({"micro_tokens": tokens} if tokens < cfg.micro_tokens else {})
     return None
 
 
