@@ -2818,7 +2818,7 @@ def one_update(policy, lengths, optimizer=None):
     prompts, completions = some_prompts([3] * len(lengths)), some_prompts([n - 2 for n in lengths], seed=1)
     pairs = list(zip(prompts, completions))
     logp = train.score(policy, pairs, torch.ones(1, device=device))
-    advantages = torch.linspace(-1, 1, len(logp)).to(device)
+    advantages = torch.linspace(-1, 1, len(logp), device=device)
     return lambda: (grpo.policy_loss(logp, logp.detach(), advantages, len(logp))[0].backward(),
                     optimizer and optimizer.step(1e-3, 1.0))
 
@@ -2893,13 +2893,13 @@ def test_rollout_and_update_hand_memory_over(tmp_path, paid):
 @needs_gpu
 def test_out_of_memory_names_flags_that_help(tmp_path, paid):
     """An update too large for what the process may have; the run goes on with what the message says."""
-    flags = ["--device=cuda", "--width=512", "--layers=6", "--prompts=64", "--samples=64", "--save-every=1",
+    flags = ["--device=cuda", "--width=512", "--layers=6", "--prompts=16", "--samples=32", "--save-every=1",
              "--max-new-tokens=128"]
-    run(tmp_path / "run", *flags, "--steps=1", "--micro-tokens=16384")
+    run(tmp_path / "run", *flags, "--steps=1", "--micro-tokens=8192")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    torch.cuda.set_per_process_memory_fraction(4 * 2**30 / torch.cuda.mem_get_info()[1])
+    torch.cuda.set_per_process_memory_fraction(3 * 2**30 / torch.cuda.mem_get_info()[1])
     try:
         with pytest.raises(RuntimeError, match="out of GPU memory .* give --.*\n.*--resume") as error:
             run(tmp_path / "run", *flags, "--resume", "--micro-tokens=999999", "--steps=2")

@@ -28,6 +28,9 @@ import sys
 import time
 import traceback
 
+# Micro-batches differ in size: blocks of fixed size would leave a quarter of the memory in unusable pieces.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
 import numpy as np
 import torch
 import torch.distributed as dist
