@@ -3,6 +3,8 @@ Everything that is claimed in numbers: exactness first, then the speed of each k
 
     python bench.py exact                       # sampler and trainer, bit by bit; exits with 1 if fp8 differs
     python bench.py gemm quant attention head   # kernels, random data, medians
+    python bench.py decode rollout              # steps of the sampler at real shapes, whole batches
+    python bench.py train step                  # updates at real shapes; rollout and update together
     python bench.py plot runs/a runs/b          # curves of training -> assets/runs.png (needs matplotlib)
 
 Each section prints a table; the last line on stdout is one JSON object, whose rows are merged into --out
@@ -20,6 +22,7 @@ import argparse
 import contextlib
 import difflib
 import functools
+import itertools
 import json
 import math
 import os
@@ -34,9 +37,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8
 import grpo
-from model import PAGE, Config, Transformer, attention, pack, paged_attention, sample, token_logprobs
 import train
-from rollout import Parser, Sampler, explain
+from model import (PAGE, Config, Transformer, attention, empty_cache, pack, paged_attention, sample,
+                   token_logprobs)
+from rollout import BUCKETS, Parser, Sampler, explain, pages_for
 from train import git_commit, score
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -98,7 +102,7 @@ def read_results(path):
 
 def merge(path, rows):
     """Puts `rows` into the file, in place of older rows about the same thing; written whole or not at all."""
-    about = lambda r: tuple(r.get(k) for k in ("section", "case", "shape", "model", "precision"))
+    about = lambda r: tuple(r.get(k) for k in ("section", "case", "shape", "model", "precision", "kv"))
     new = {about(r): r for r in rows}
     kept = [r for r in read_results(path)["rows"] if about(r) not in new]
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
@@ -202,20 +206,22 @@ EXACT_MODELS = {
     "qwen3 512, 7/1 x 128": ("qwen3", 512, 576, 7, 1, 128, False),
 }
 # slots, completions, longest response, longest prompt. The first completion has the longest response.
-EXACT_BATCHES = [(1, 9, 1024, 700), (7, 21, 2048, 700), (64, 129, 4096, 700), (300, 450, 4096, 700)]
+EXACT_BATCHES = [(1, 9, 1024, 700), (7, 21, 2048, 700), (16, 24, 16384, 700), (64, 129, 4096, 700),
+                 (300, 450, 4096, 700)]
 EXACT_QUICK = [(1, 3, 20, 70), (7, 12, 80, 70)]
 
 
-def exact_model(name, precision, device, seed):
+def exact_model(name, precision, kv, device, seed):
     """Weights that are not Gaussian: a quarter of the 128x128 blocks is scaled by 2^-12 .. 2^8, some are 0.
 
     Each band of 128 output rows is then brought to a size of its own, within 2^6: no band drowns the others.
     """
     family, hidden, width, H, G, D, tied = EXACT_MODELS[name]
     config = Config(vocab_size=2000, hidden_size=hidden, intermediate_size=width, num_hidden_layers=2,
-                    num_attention_heads=H, num_key_value_heads=G, head_dim=D, max_position_embeddings=5120,
+                    num_attention_heads=H, num_key_value_heads=G, head_dim=D, max_position_embeddings=17408,
                     model_type=family, rope_theta=1e4, tie_word_embeddings=tied)
-    model, generator = Transformer(config, precision, device, seed=None), torch.Generator().manual_seed(seed)
+    model = Transformer(config, precision, device, seed=None, kv=kv)
+    generator = torch.Generator().manual_seed(seed)
     widen = lambda x, shape: x.repeat_interleave(128, 0)[:shape[0]].repeat_interleave(128, 1)[:, :shape[1]]
 
     def tensors():
@@ -245,7 +251,7 @@ class WatchedSampler(Sampler):
 
     def _vacate(self, seq):
         if seq.index in self.watched:
-            self.seen[seq.index] = [pages[seq.pages] for pages in self.pool.k_pages + self.pool.v_pages]
+            self.seen[seq.index] = [tuple(pages[seq.pages] for pages in cache) for cache in self.pool.caches]
         super()._vacate(seq)
 
 
@@ -254,15 +260,14 @@ def compare_pages(model, seen, sequences):
     compared = differing = 0
     for index, mine in seen.items():
         prompt, completion = sequences[index]
-        tokens = torch.tensor((prompt + completion)[:-1], device=mine[0].device)  # the last one is never fed
+        tokens = torch.tensor((prompt + completion)[:-1], device=mine[0][0].device)    # the last: never fed
         count = -(-len(tokens) // PAGE)
-        mine = [pages[:count] for pages in mine]                                  # (count, G, PAGE, D)
-        theirs = [torch.zeros_like(pages) for pages in mine]
-        half, slots = len(mine) // 2, torch.arange(len(tokens), device=tokens.device)
-        model.prefill(tokens, [len(tokens)], theirs[:half], theirs[half:], slots)
-        used = torch.arange(count * PAGE, device=tokens.device).view(count, 1, PAGE, 1) < len(tokens)
-        for a, b in zip(mine, theirs):
-            differs = (a.view(torch.int16) != b.view(torch.int16)) & used
+        theirs, slots = model.new_caches(count), torch.arange(len(tokens), device=tokens.device)
+        model.prefill(tokens, [len(tokens)], theirs, slots)
+        used = torch.arange(count * PAGE, device=tokens.device).view(count, 1, PAGE) < len(tokens)
+        for a, b in zip(sum(mine, ()), sum(theirs, ())):                         # (count, G, PAGE, ...)
+            a, b = (x.reshape(*b.shape[:3], -1).view(torch.uint8) for x in (a[:count], b))
+            differs = (a != b).any(3) & used
             compared, differing = compared + count, differing + int(differs.flatten(1).any(1).sum())
     return compared, differing
 
@@ -304,7 +309,7 @@ def exact_case(table, name, model, batch):
     gap = grpo.mismatch(torch.cat(out.logprobs), torch.cat([scores[i] for i in range(completions)]))
     fp8_flow = model.precision == "fp8"          # only there prefill and decode are promised to agree
     pages, bad_pages = compare_pages(model, sampler.seen, sequences) if fp8_flow else (None, None)
-    table.add(f"{slots} slots", name, precision=model.precision, tokens=out.n_tokens,
+    table.add(f"{slots} slots", name, precision=model.precision, kv=model.kv, tokens=out.n_tokens,
               differing=int(gap["differing_tokens"]), share=float(gap["differing"]),
               pages=pages, pages_differing=bad_pages, mean_dlogp=float(gap["mean_dlogp"]),
               max_dlogp=float(gap["max_dlogp"]), longest=max(map(len, out.tokens)),
@@ -312,15 +317,16 @@ def exact_case(table, name, model, batch):
 
 
 def exact(rows, quick):
-    """All models in fp8 at all batch sizes; then one of them in the other precisions, for contrast."""
+    """All models in fp8 at all batch sizes, the last also with FP8 KV; then one in the other precisions, for
+    contrast."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = Table("exact", rows, "precision", "tokens", "differing", "pages", "pages_differing", "mean_dlogp",
-                  "max_dlogp", "longest", "preemptions", "seconds", key="model")
+    table = Table("exact", rows, "precision", "kv", "tokens", "differing", "pages", "pages_differing",
+                  "mean_dlogp", "max_dlogp", "longest", "preemptions", "seconds", key="model")
     batches, models = (EXACT_QUICK, list(EXACT_MODELS)[:2]) if quick else (EXACT_BATCHES, list(EXACT_MODELS))
-    runs = [(name, "fp8", batches) for name in models]
-    runs += [(models[0], precision, batches[-2:-1]) for precision in ("fp8-rollout", "bf16")]
-    for seed, (name, precision, cases) in enumerate(runs):
-        model = exact_model(name, precision, device, seed if precision == "fp8" else 0)
+    runs = [(name, "fp8", "bf16", batches) for name in models] + [(models[-1], "fp8", "fp8", batches)]
+    runs += [(models[0], precision, "bf16", batches[-2:-1]) for precision in ("fp8-rollout", "bf16")]
+    for seed, (name, precision, kv, cases) in enumerate(runs):
+        model = exact_model(name, precision, kv, device, seed if precision == "fp8" else 0)
         for batch in cases:
             exact_case(table, name, model, batch)
     ours = [r for r in rows if r["section"] == "exact" and r["precision"] == "fp8"]
@@ -513,26 +519,29 @@ def attention_rows(table, S, T, H, G, D):
               x_sdpa_deterministic=over(ordered, backward), spread=spread)
 
 
-def paged_row(table, B, length, H, G, D):
+def paged_row(table, B, length, H, G, D, fp8_kv=False):
     """One decode step of B sequences over shuffled pages, against the bytes of their keys and values."""
     each = -(-length // PAGE)
-    k_pages, v_pages = (randn(B * each, G, PAGE, D) for _ in range(2))
+    cache = empty_cache(B * each, G, D, fp8_kv, torch.bfloat16, "cuda")
+    for x in cache:
+        x.copy_(randn(*x.shape))
     pages = torch.randperm(B * each, device="cuda").int().view(B, each)
     lengths, q = torch.full((B,), length, dtype=torch.int32, device="cuda"), randn(B, H, D)
-    us, spread = measure([lambda: paged_attention(q, k_pages, v_pages, pages, lengths)])
-    bytes_moved = 4 * B * length * G * D + 4 * B * H * D
-    table.add("decode", f"{B} x {length}, heads {H}/{G} x {D}", us=us, tb_per_s=bytes_moved / us / 1e6,
-              of_limit=limit_us(bytes_moved) / us, spread=spread)
+    us, spread = measure([lambda: paged_attention(q, cache, pages, lengths)])
+    bytes_moved = sum(x.nbytes for x in cache) + 4 * B * H * D
+    table.add("decode", f"{B} x {length}, heads {H}/{G} x {D}", kv="fp8" if fp8_kv else "bf16", us=us,
+              tb_per_s=bytes_moved / us / 1e6, of_limit=limit_us(bytes_moved) / us, spread=spread)
 
 
 def attention_section(rows, quick):
     copy_rate()
-    table = Table("attention", rows, "us", "tflops", "tb_per_s", "of_limit", "x_sdpa", "x_sdpa_deterministic",
-                  "x_cudnn", "spread")
+    table = Table("attention", rows, "kv", "us", "tflops", "tb_per_s", "of_limit", "x_sdpa",
+                  "x_sdpa_deterministic", "x_cudnn", "spread")
     for S in [4096] if quick else [1024, 4096, 16384]:
         attention_rows(table, S, 16384, 32, 8, 128)
     for B, length in [(64, 1024)] if quick else [(64, 1024), (256, 1024), (64, 4096), (16, 16384)]:
-        paged_row(table, B, length, 32, 8, 128)
+        for fp8_kv in (False, True):
+            paged_row(table, B, length, 32, 8, 128, fp8_kv)
 
 
 # ---- head: log-probs over the vocabulary -------------------------------------------------------------------
@@ -585,39 +594,192 @@ def head(rows, quick):
         head_rows(table, 8192, C, 151936)
 
 
+# ---- decode: one step of the sampler -----------------------------------------------------------------------
+
+LAYERS = {"1.7B": 28, "4B": 36, "8B": 36}
+FLOWS = [("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "bf16"), ("fp8", "fp8")]     # precision of linears, of KV
+
+
+def random_model(size, precision, kv):
+    """A Qwen3 of real shapes with random weights, made on the GPU; the head is untied at 8B only."""
+    torch.cuda.empty_cache()
+    C, H, width = QWEN3[size]
+    config = Config(vocab_size=151936, hidden_size=C, intermediate_size=width, num_hidden_layers=LAYERS[size],
+                    num_attention_heads=H, num_key_value_heads=8, head_dim=128, max_position_embeddings=20480,
+                    model_type="qwen3", rope_theta=1e6, tie_word_embeddings=size != "8B", eos_token_id=[0])
+    model = Transformer(config, precision, "cuda", seed=None, kv=kv)
+    return model.load((name, randn(*w.shape) * 0.02 if len(w.shape) > 1 else torch.ones(w.shape))
+                      for name, w in model.weights().items())
+
+
+def step_bytes(sampler, B, context):
+    """What a decode step has to read: all weights but the embedding (unless it is the head) once, and KV."""
+    model = sampler.model
+    read = [w for w in model.weights().values() if w is model.head or w is not model.embedding]
+    return (sum(buffer.nbytes for w in read for buffer in w.buffers())
+            + B * context * sampler._page_bytes() // PAGE)
+
+
+def at_context(sampler, B, context):
+    """Sets the sampler's rows as if B sequences had come so far; their pages, scattered, hold anything."""
+    each, row = pages_for(context + 64), torch.arange(B, device="cuda")
+    sampler.table[:B, :each] = torch.randperm(B * each, device="cuda").int().view(B, each) + 1
+    at = context - 1                                                     # position of the current token
+    sampler.ids[:3, :B] = torch.stack([row, row, sampler.table[:B, at // PAGE].long() * PAGE + at % PAGE])
+    sampler.spans[:, :B] = torch.tensor([[at], [context], [1 << 30]], device="cuda")
+    sampler.ids[3] = 0
+
+
+def kernels_of(run):
+    """-> (number of kernels, sum of their times in us) of one call, by torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    spans = [e.time_range.elapsed_us() for e in profile.events()
+             if e.device_type == torch.autograd.DeviceType.CUDA]
+    return len(spans), sum(spans)
+
+
+def decode_cell(sampler, B, context):
+    """Median time of a step, in microseconds. A step moves the rows on by one token: 64 of them at most."""
+    graph, times = sampler._graph(B), []
+    at_context(sampler, B, context)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(9):
+        torch.cuda._sleep(100_000)                                       # the launch is no part of a step
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        sampler.ids[3] = 0
+        times.append(start.elapsed_time(end) * 1000)
+    return sorted(times)[len(times) // 2]
+
+
+def decode(rows, quick):
+    """Steps of the captured graph; `gap` is the share of the time in which no kernel runs."""
+    copy_rate()
+    table = Table("decode", rows, "precision", "kv", "us", "tok_per_s", "tb_per_s", "of_limit", "x_bf16",
+                  "kernels", "gap", key="model")
+    sizes, batches = (["1.7B"], (64,)) if quick else (LAYERS, (1, 16, 64, 256))
+    bf16 = {}
+    for size in sizes:
+        for precision, kv in FLOWS:
+            model = random_model(size, precision, kv)
+            sampler = Sampler(model)
+            width = pages_for(16384 + 64)
+            most = min(sampler._pages_in_memory(max(batches), width), 256 * width + 1)
+            sampler._build(max(batches), width, most)
+            for pages in sum(sampler.pool.caches, ()):
+                pages.copy_(randn(*pages.shape))
+            with torch.no_grad():
+                for B, context in itertools.product(batches, (1024,) if quick else (256, 1024, 4096, 16384)):
+                    if B * pages_for(context + 64) >= most:
+                        continue
+                    us = decode_cell(sampler, B, context)
+                    bf16.setdefault((size, B, context), us)
+                    moved = step_bytes(sampler, B, context)
+                    kernels, busy = kernels_of(sampler._graph(B).replay) if context == 1024 else (None, None)
+                    table.add(f"{B} x {context}", size, precision=precision, kv=kv, us=us,
+                              tok_per_s=B / us * 1e6, tb_per_s=moved / us / 1e6,
+                              of_limit=limit_us(moved) / us, x_bf16=bf16[size, B, context] / us,
+                              kernels=kernels, gap=busy and 1 - busy / us)
+            del model, sampler
+
+
+# ---- rollout: whole batches of completions -----------------------------------------------------------------
+
+
+def rollout_request(prompts, n, longest):
+    """Prompts of 100 to 300 tokens, and long-tailed lengths: half of them below a tenth of the longest."""
+    rng = random.Random(0)
+    ids = [[rng.randrange(151936) for _ in range(rng.randint(100, 300))] for _ in range(prompts)]
+    return ids, [min(longest, 1 + int(longest / 10 * math.exp(rng.gauss(0, 1)))) for _ in range(prompts * n)]
+
+
+def timed_rollout(model, slots, prompts, n, limits):
+    """generate() with its graphs captured before: a training run captures them once."""
+    sampler = Sampler(model, max_slots=slots)
+    sampler.generate(prompts, n, limits, stop=range(model.config.vocab_size))       # each stops at once
+    for B in BUCKETS:
+        if B <= slots:
+            sampler._graph(B)
+    result = sampler.generate(prompts, n, limits, stop=[])
+    sampler.release()
+    return result
+
+
+def transformers_rate(prompts, new):
+    """Tokens/s of transformers' generate in BF16 at the 1.7B shape, or None where it is not installed."""
+    try:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+    except ImportError:
+        note("note: transformers is not installed: no x_transformers")
+        return None
+    C, H, width = QWEN3["1.7B"]
+    config = Qwen3Config(vocab_size=151936, hidden_size=C, intermediate_size=width, num_hidden_layers=28,
+                         num_attention_heads=H, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+                         eos_token_id=None, pad_token_id=0)
+    with torch.device("cuda"):
+        theirs = Qwen3ForCausalLM(config).bfloat16()
+    ids = torch.tensor(prompts, device="cuda")
+    run = lambda count: theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count,
+                                        min_new_tokens=count, do_sample=True, top_k=0)
+    run(4)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run(new)
+    torch.cuda.synchronize()
+    return len(prompts) * new / (time.perf_counter() - begin)
+
+
+def rollout_section(rows, quick):
+    """The sampling of a GRPO step, prefill and host included; then a batch that transformers can serve."""
+    table = Table("rollout", rows, "precision", "kv", "tok_per_s", "x_bf16", "x_transformers", "occupancy",
+                  "seconds", key="model")
+    longest = 256 if quick else 2048
+    prompts, limits = rollout_request(64, 8, longest)
+    for size in ["1.7B"] if quick else ["1.7B", "8B"]:
+        bf16 = None
+        for precision, kv in FLOWS:
+            model = random_model(size, precision, kv)
+            out = timed_rollout(model, 256, prompts, 8, limits)
+            bf16 = bf16 or out.tok_per_s
+            table.add(f"64 x 8 up to {longest}", size, precision=precision, kv=kv, tok_per_s=out.tok_per_s,
+                      x_bf16=out.tok_per_s / bf16, occupancy=out.occupancy, seconds=out.seconds,
+                      tokens=out.n_tokens, steps=out.steps)
+            if size == "1.7B":
+                square = [[i] * 128 for i in range(256)]
+                out = timed_rollout(model, 256, square, 1, [128] * 256)
+                theirs = transformers_rate(square, 128) if (precision, kv) == FLOWS[0] else theirs
+                table.add("256 x (128 + 128)", size, precision=precision, kv=kv, tok_per_s=out.tok_per_s,
+                          x_transformers=over(out.tok_per_s, theirs) if theirs else None,
+                          occupancy=out.occupancy, seconds=out.seconds)
+            del model
+
+
 # ---- train: forward, backward, optimizer; step: rollout and update -----------------------------------------
 
-# Layers, and what the sizes need on one H200: 8B runs its layers again in the backward pass, its masters and
-# moments are BF16.
-LAYERS, VOCAB = {"1.7B": 28, "4B": 36, "8B": 36}, 151936
 BATCH = 4                                 # micro-batches of a batch: 1 update of all, or 4 of one each
 
 
-def flags(size, precision, micro_tokens):
-    return train.Config(precision=precision, micro_tokens=micro_tokens, recompute=size == "8B",
-                        states="bf16" if size == "8B" else "fp32")
-
-
-def real_model(size, cfg):
-    """A Qwen3 of real shape, its random weights made on the GPU, and its optimizer."""
-    hidden, heads, width = QWEN3[size]
-    config = Config(vocab_size=VOCAB, hidden_size=hidden, intermediate_size=width, model_type="qwen3",
-                    num_hidden_layers=LAYERS[size], num_attention_heads=heads, num_key_value_heads=8,
-                    head_dim=128, max_position_embeddings=40960, rope_theta=1e6, eos_token_id=[VOCAB - 1],
-                    tie_word_embeddings=size != "8B")
+def trained_model(size, precision):
+    """-> flags, model and optimizer. On one H200 8B runs its layers again in the backward pass, and has
+    masters and moments in BF16."""
+    large = size == "8B"
+    cfg = train.Config(precision=precision, micro_tokens=16384, recompute=large,
+                       states="bf16" if large else "fp32")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model = Transformer(config, cfg.precision, "cuda", seed=None)
-    model.load((name, torch.ones(w.shape) if name.endswith("norm") else
-                torch.randn(w.shape, device="cuda") * 0.02) for name, w in model.weights().items())
+    model = random_model(size, precision, "bf16")
     model.recompute = cfg.recompute
-    states = {} if cfg.states == "fp32" else {"states": torch.bfloat16}
-    return model, fp8.AdamW(model.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: False, **states)
+    return cfg, model, fp8.AdamW(model.weights(), (cfg.beta1, cfg.beta2), 1e-8, 0.0, decay=lambda name: False,
+                                 states=train.STATES[cfg.states])
 
 
 def random_pairs(count, length):
     """(prompt, completion) pairs of `length` fed tokens each, of which all but the first are learned."""
-    return [([0], torch.randint(VOCAB, (length,)).tolist()) for _ in range(count)]
+    return [([0], torch.randint(151936, (length,)).tolist()) for _ in range(count)]
 
 
 def loss_of(model, pairs, inv_temp, total):
@@ -666,7 +828,7 @@ def model_flops(config, tokens, length):
 def train_rows(table, size, lengths, bf16):
     """Both precisions at each length; `bf16` collects what fp8 is compared with."""
     for precision in ("bf16", "fp8"):
-        model, optimizer = real_model(size, flags(size, precision, 16384))
+        _, model, optimizer = trained_model(size, precision)
         for length in lengths:
             tokens = 16384 * BATCH
             old, forward, backward, step = update_seconds(model, optimizer, 16384 // length, length)
@@ -692,14 +854,14 @@ def transformers_seconds(recompute):
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
         model = Qwen3ForCausalLM(Qwen3Config(
-            vocab_size=VOCAB, hidden_size=hidden, intermediate_size=width, num_hidden_layers=LAYERS["1.7B"],
+            vocab_size=151936, hidden_size=hidden, intermediate_size=width, num_hidden_layers=LAYERS["1.7B"],
             num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
             max_position_embeddings=40960, dtype="bfloat16")).to(torch.bfloat16)
     model.train()
     if recompute:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    ids, loss = torch.randint(VOCAB, (8, 1024), device="cuda"), []
+    ids, loss = torch.randint(151936, (8, 1024), device="cuda"), []
     parts = [lambda: loss.append(model(input_ids=ids, labels=ids, use_cache=False).loss),
              lambda: loss.pop().backward(),
              lambda: (torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), optimizer.step(),
@@ -719,7 +881,7 @@ def transformers_rows(table):
         table.add(case, "Qwen3-1.7B shape", precision=f"transformers {transformers.__version__}",
                   tok_per_s=8192 / theirs, gib=peak)
         for precision in ("bf16", "fp8"):
-            model, optimizer = real_model("1.7B", flags("1.7B", precision, 8192))
+            _, model, optimizer = trained_model("1.7B", precision)
             model.recompute = recompute
             seconds = sum(update_seconds(model, optimizer, 8, 1024)[1:])
             table.add(case, "Qwen3-1.7B shape", precision=precision, tok_per_s=8192 / seconds,
@@ -738,11 +900,10 @@ def train_section(rows, quick):
 
 def whole_step(size, precision, prompts, samples, length):
     """One GRPO step, rollout and update, as train.py runs it. -> seconds of both, GiB"""
-    cfg = flags(size, precision, 16384)
-    model, optimizer = real_model(size, cfg)
+    cfg, model, optimizer = trained_model(size, precision)
     sampler, one = Sampler(model), torch.ones(1, device="cuda")
     needs = 1.1 * sum(list(train.memory(model.config, cfg, cfg.micro_tokens).values())[-2:])
-    questions = [torch.randint(VOCAB, (128,)).tolist() for _ in range(prompts)]
+    questions = [torch.randint(151936, (128,)).tolist() for _ in range(prompts)]
 
     def step(stop):
         torch.cuda.synchronize()
@@ -757,7 +918,7 @@ def whole_step(size, precision, prompts, samples, length):
         torch.cuda.synchronize()
         return t1 - t0, time.perf_counter() - t1
 
-    step(stop=list(range(VOCAB)))                    # one token each: compiles, captures, takes its memory
+    step(stop=list(range(151936)))                    # one token each: compiles, captures, takes its memory
     return *step(stop=[]), torch.cuda.max_memory_allocated() / 2**30
 
 
@@ -833,7 +994,7 @@ def plot(runs, path):
 # ---- the command line --------------------------------------------------------------------------------------
 
 SECTIONS = {"exact": exact, "gemm": gemm, "quant": quant, "attention": attention_section, "head": head,
-            "train": train_section, "step": step_section}
+            "decode": decode, "rollout": rollout_section, "train": train_section, "step": step_section}
 
 
 def run_sections(names, out, quick):

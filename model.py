@@ -43,9 +43,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8 import Weight, jit, matmul_rows, tl, triton, use_kernels
+from fp8 import TensorDescriptor, Weight, jit, launch, matmul_rows, tl, triton, use_kernels
 
 PRECISIONS = ("bf16", "fp8-rollout", "fp8")
+KV_TYPES = ("bf16", "fp8")
 
 
 class Layer(nn.Module):
@@ -65,16 +66,17 @@ class Layer(nn.Module):
         self.gate_up = make((2 * c.intermediate_size, C))
         self.down = make((C, c.intermediate_size))
 
-    def forward(self, h, delta, positions, table, attend, quantized):
+    def forward(self, h, delta, positions, table, attend, quantized, fp8_kv, cache=None, slots=None):
         """h (T, C) is the residual stream; delta (T, C), None at first, what the last product adds to it.
 
         The addition is left to the next norm, which reads h anyway: one pass over memory instead of two.
+        cache: this layer's KV pages, to which each token's k and v are written at its slot; None in training.
         """
         c, eps = self.c, self.c.rms_norm_eps
         h, qkv = fp8.norm_linear(h, delta, self.input_norm, eps, self.qkv, self.qkv_bias, quantized)
-        q, k, v = qk_norm_rope(qkv, self.q_norm, self.k_norm, eps, table, positions,
-                               c.num_attention_heads, c.num_key_value_heads)      # (T, H, D), (T, G, D) twice
-        o = attend(q, k, v).flatten(1)                                            # (T, H*D)
+        q, k, v = qk_norm_rope(qkv, self.q_norm, self.k_norm, eps, table, positions, c.num_attention_heads,
+                               c.num_key_value_heads, fp8_kv, cache, slots)       # (T, H, D), (T, G, D) twice
+        o = attend(q, k, v, cache).flatten(1)                                     # (T, H*D)
         delta = fp8.linear(o, self.o, fp8=quantized)                              # (T, C)
         h, gate_up = fp8.norm_linear(h, delta, self.post_norm, eps, self.gate_up, None, quantized)
         return h, fp8.swiglu_linear(gate_up, self.down, quantized)                # (T, C) twice
@@ -84,18 +86,22 @@ class Transformer(nn.Module):
     """A decoder whose linear layers hold BF16 weights, FP8 codes, or both.
 
     precision: "bf16"; "fp8-rollout" (the trainer multiplies in BF16, the sampler in FP8, quantized from the
-    same BF16 weights); "fp8" (both read the one set of FP8 codes). dtype is BF16, or FP32 with "bf16" on a
-    CPU for comparisons. A new model has random weights; `from_pretrained` reads a Hugging Face folder.
+    same BF16 weights); "fp8" (both read the one set of FP8 codes). kv: "bf16", or "fp8": keys and values are
+    rounded to E4M3 with a scale for each token and head, in both again, and the cache takes half the memory.
+    dtype is BF16, or FP32 with "bf16" on a CPU for comparisons. A new model has random weights;
+    `from_pretrained` reads a Hugging Face folder.
     """
 
-    def __init__(self, config, precision="fp8", device=None, dtype=torch.bfloat16, seed=0):
+    def __init__(self, config, precision="fp8", device=None, dtype=torch.bfloat16, seed=0, kv="bf16"):
         super().__init__()
         if precision not in PRECISIONS:
             raise ValueError(f"precision is '{precision}': choose one of {', '.join(PRECISIONS)}")
+        if kv not in KV_TYPES:
+            raise ValueError(f"kv is '{kv}': choose one of {', '.join(KV_TYPES)}")
         if dtype not in (torch.bfloat16, torch.float32) or dtype != torch.bfloat16 and precision != "bf16":
             raise ValueError(f"dtype is {dtype}: it must be torch.bfloat16, or torch.float32 with "
                              "precision='bf16' (FP16 would overflow in models that were trained in BF16)")
-        self.config, self.precision, self.dtype = config, precision, dtype
+        self.config, self.precision, self.dtype, self.kv = config, precision, dtype, kv
         device = torch.device(device or "cpu")
         check_device(device, precision, config)
         keep = {"bf16": "data", "fp8-rollout": "both", "fp8": "codes"}[precision]
@@ -127,40 +133,44 @@ class Transformer(nn.Module):
         if longest > most:                # the kernels would read past the end of the RoPE table
             raise ValueError(f"a sequence has {longest} tokens, the model takes {most} "
                              "(max_position_embeddings)")
-        return self._run(tokens, packing.positions, lambda i, q, k, v: attention(q, k, v, packing),
+        return self._run(tokens, packing.positions, lambda q, k, v, cache: attention(q, k, v, packing),
                          self.precision == "fp8")
 
     @torch.no_grad()
-    def prefill(self, tokens, seqlens, k_pages, v_pages, slots):
-        """The sampler's pass over prompts: the trainer's, and each token's k and v go to its slot (T,)."""
-        packing = pack(seqlens, tokens.device)
+    def prefill(self, tokens, seqlens, caches, slots):
+        """The sampler's pass over prompts: the trainer's, and each token's k and v go to its slot (T,).
 
-        def attend(i, q, k, v):
-            write_pages(k, v, k_pages[i], v_pages[i], slots)
-            return attention(q, k, v, packing)
-        self._run(tokens, packing.positions, attend, self.precision != "bf16")
+        caches: the KV pages of each layer, by `new_caches`.
+        """
+        packing = pack(seqlens, tokens.device)
+        self._run(tokens, packing.positions, lambda q, k, v, cache: attention(q, k, v, packing),
+                  self.precision != "bf16", caches, slots)
 
     @torch.no_grad()
-    def decode(self, tokens, positions, k_pages, v_pages, page_table, lengths, slots):
+    def decode(self, tokens, positions, caches, page_table, lengths, slots):
         """One token of each of B sequences: tokens (B,), positions (B,) int32 -> hidden (B, C).
 
         The token's k and v are written to slots (B,) first, so lengths (B,) int32 count it. A CUDA graph can
         hold all of it.
         """
-        def attend(i, q, k, v):
-            write_pages(k, v, k_pages[i], v_pages[i], slots)
-            return paged_attention(q, k_pages[i], v_pages[i], page_table, lengths)
-        return self._run(tokens, positions, attend, self.precision != "bf16")
+        attend = lambda q, k, v, cache: paged_attention(q, cache, page_table, lengths)
+        return self._run(tokens, positions, attend, self.precision != "bf16", caches, slots)
 
-    def _run(self, tokens, positions, attend, quantized):
+    def _run(self, tokens, positions, attend, quantized, caches=None, slots=None):
         h, delta = embed(tokens, self.embedding), None                            # (T, C)
-        for i, layer in enumerate(self.layers):
-            args = (h, delta, positions, self.table, lambda q, k, v, i=i: attend(i, q, k, v), quantized)
+        for layer, cache in zip(self.layers, caches or [None] * len(self.layers)):
+            args = h, delta, positions, self.table, attend, quantized, self.kv == "fp8", cache, slots
             if self.recompute and torch.is_grad_enabled():
                 h, delta = checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
             else:
                 h, delta = layer(*args)
         return fp8.norm(h, delta, self.norm, self.config.rms_norm_eps)[1]          # (T, C)
+
+    def new_caches(self, pages):
+        """An empty KV cache of so many pages: a tuple of tensors, by `empty_cache`, for each layer."""
+        c = self.config
+        return [empty_cache(pages, c.num_key_value_heads, c.head_dim, self.kv == "fp8", self.dtype,
+                            self.table.device) for _ in self.layers]
 
     def logits(self, hidden):
         """(T, C) -> (T, V) in FP32. For looking and comparing: training and sampling never store logits."""
@@ -203,12 +213,12 @@ class Transformer(nn.Module):
                 yield name, torch.randn(weight.shape, generator=generator) * std
 
     @classmethod
-    def from_pretrained(cls, folder, precision="fp8", device=None, dtype=torch.bfloat16):
+    def from_pretrained(cls, folder, precision="fp8", device=None, dtype=torch.bfloat16, kv="bf16"):
         """Read a Hugging Face folder (or, with huggingface_hub, a name like Qwen/Qwen3-0.6B)."""
         folder = folder_from_name(folder)
         config = Config.from_folder(folder)
         tensors = read_tensors(folder, config)        # checks the files before any memory is taken
-        return cls(config, precision, device, dtype, seed=None).load(tensors)
+        return cls(config, precision, device, dtype, seed=None, kv=kv).load(tensors)
 
     def save_pretrained(self, folder, pairs=None):
         """Write a folder that any Hugging Face loader reads: BF16 weights under their usual names.
@@ -998,7 +1008,7 @@ def _raise_exception(message):
 # ======================================================================================================
 
 PAGE = 64  # keys of one attention step == page of the cache: training, prefill and decode share it
-VTILE = 128                  # vocabulary columns of one (max, sum) partial in the head
+VTILE = 256                  # vocabulary columns of one (max, sum) partial in the head
 LOG2E = 1.4426950408889634   # the GPU has exp2 only: log2(e) is folded into the softmax scale
 
 
@@ -1045,7 +1055,8 @@ def pack(seqlens, device):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Norm of q and k, RoPE, and the split of the fused QKV rows
+# From the fused QKV rows to q, k, v: norm of q and k, RoPE, FP8 KV, and the pages of the cache
+#
 
 def rope_table(config, length, device):
     """FP32 (length, D): cosines of the D/2 angles, then their sines, by position in the token's own sequence.
@@ -1056,25 +1067,58 @@ def rope_table(config, length, device):
     return torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
 
 
-def qk_norm_rope_ref(qkv, q_weight, k_weight, eps, table, positions, H, G):
-    """Reference. q and k heads: RMS norm (rounded to qkv.dtype), rotation (rounded again). v heads:
-    copied."""
+def empty_cache(pages, G, D, fp8_kv, dtype, device):
+    """A layer's cache: k, v (pages, G, PAGE, D), zeros; in FP8 codes, and their BF16 scales (pages, G, PAGE)
+    twice. What one decode program reads of a page, the keys or values of one head, lies side by side."""
+    zeros = lambda *shape, dtype: torch.zeros(pages, G, PAGE, *shape, dtype=dtype, device=device)
+    values = [zeros(D, dtype=fp8.E4M3 if fp8_kv else dtype) for _ in "kv"]
+    return *values, *(zeros(dtype=torch.bfloat16) for _ in "kv" if fp8_kv)
+
+
+def quantize_heads_reference(x):
+    """x (T, G, D) -> E4M3 codes (T, G, D), BF16 scales (T, G), and codes * scales in x.dtype: (T, G, D).
+
+    A scale is that of fp8.py, amax/448, rounded up to a power of two: then the product has no rounding of its
+    own, and attention over codes has the bits of attention over BF16. NaN and Inf stay in the scale.
+    """
+    scale = x.float().abs().amax(2, keepdim=True).clamp(min=fp8.AMAX_FLOOR) / fp8.E4M3_MAX
+    power = (scale.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)
+    scale = torch.where(scale < torch.inf, power, scale)
+    codes = (x.float() / scale).clamp(-fp8.E4M3_MAX, fp8.E4M3_MAX).to(fp8.E4M3)
+    return codes, scale[:, :, 0].bfloat16(), (codes.float() * scale).to(x.dtype)
+
+
+def write_pages_reference(values, cache, slots):
+    """Token t of `values`, (T, G, D) or (T, G) each, goes to page slots[t] // PAGE, place slots[t] % PAGE."""
+    for x, pages in zip(values, cache):
+        pages[slots // PAGE, :, slots % PAGE] = x
+
+
+def qk_norm_rope_reference(qkv, q_weight, k_weight, eps, table, positions, H, G, fp8_kv, cache, slots):
+    """q and k heads: RMS norm (rounded to qkv.dtype), rotation (rounded again). v heads: copied."""
     T, D = len(qkv), qkv.shape[1] // (H + 2 * G)
     cos, sin = table[positions.long()].view(T, 1, D).chunk(2, dim=2)
-    out = []
-    for x, weight in zip(qkv.view(T, -1, D).split([H, G, G], dim=1)[:2], (q_weight, k_weight)):
+    q, k, v = qkv.view(T, -1, D).split([H, G, G], dim=1)
+    turned = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
         x = x.float()
         if weight is not None:
             rstd = 1 / (x.square().sum(-1, keepdim=True) / D + eps).sqrt()
             x = (x * rstd * weight.float()).to(qkv.dtype).float()
         a, b = x.chunk(2, dim=2)
-        out.append(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=2).to(qkv.dtype))
-    return *out, qkv.view(T, -1, D)[:, H + G:].contiguous()
+        turned.append(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=2).to(qkv.dtype))
+    (q, k), v = turned, v.contiguous()
+    stored = k, v
+    if fp8_kv:
+        (k_codes, k_scale, k), (v_codes, v_scale, v) = map(quantize_heads_reference, (k, v))
+        stored = k_codes, v_codes, k_scale, v_scale
+    if cache:
+        write_pages_reference(stored, cache, slots)
+    return q, k, v
 
 
-def qk_norm_rope_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
-    """Reference. Gradients of q, k, v -> d(qkv), and the FP32 (D,) gradients of the two norm weights (or
-    None)."""
+def qk_norm_rope_backward_reference(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
+    """Gradients of q, k, v -> d(qkv), and the FP32 (D,) gradients of the two norm weights (or None)."""
     (T, H, D), G = dq.shape, dk.shape[1]
     cos, sin = table[positions.long()].view(T, 1, D).chunk(2, dim=2)
     grads, weight_grads = [], []
@@ -1094,63 +1138,76 @@ def qk_norm_rope_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, eps, table, p
 
 
 @jit
-def _load_heads(at, qw_ptr, kw_ptr, eps, mask, is_q, D: tl.constexpr, NORM: tl.constexpr):
+def load_heads(at, q_weight, k_weight, eps, mask, is_q, D: tl.constexpr):
     """One (heads, D/2) pair of halves at `at` in FP32, their norm weights, and 1/RMS by head."""
     i = tl.arange(0, D // 2)[None, :]
     lo = tl.load(at + i, mask=mask, other=0).to(tl.float32)
     hi = tl.load(at + D // 2 + i, mask=mask, other=0).to(tl.float32)
     w_lo, w_hi, rstd = lo, hi, lo
-    if NORM:
-        w_lo = tl.where(is_q, tl.load(qw_ptr + i), tl.load(kw_ptr + i)).to(tl.float32)
-        w_hi = tl.where(is_q, tl.load(qw_ptr + D // 2 + i), tl.load(kw_ptr + D // 2 + i)).to(tl.float32)
+    if q_weight is not None:
+        w_lo = tl.where(is_q, tl.load(q_weight + i), tl.load(k_weight + i)).to(tl.float32)
+        w_hi = tl.where(is_q, tl.load(q_weight + D // 2 + i), tl.load(k_weight + D // 2 + i)).to(tl.float32)
         square = tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)
         rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, D * 1.0) + eps))[:, None]
     return lo, hi, w_lo, w_hi, rstd
 
 
 @jit
-def _qk_norm_rope_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, table_ptr, position_ptr, q_ptr, k_ptr, v_ptr,      # pointers
-    eps,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
-):
+def store_halves(at, lo, hi, mask, D: tl.constexpr):
+    i = tl.arange(0, D // 2)[None, :]
+    tl.store(at + i, lo.to(at.dtype.element_ty), mask=mask)
+    tl.store(at + D // 2 + i, hi.to(at.dtype.element_ty), mask=mask)
+
+
+@jit(do_not_specialize=["cached"])
+def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pages, v_pages, k_scales,
+                        v_scales, slots, cached, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                        HEADS: tl.constexpr, PAGE: tl.constexpr):
     """One program: one token, all of its heads as a (HEADS, D/2) tile of low halves and one of high halves.
 
-    Widths are constants, so that the order of the sum of squares can depend on nothing else.
+    Widths are constants, and one binary runs with a cache and without (`cached` 0), so that the order of the
+    sum of squares can depend on nothing else.
     """
     t = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = q.dtype.element_ty
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, D // 2)[None, :]
-    used, is_q, turned = head < H + 2 * G, head < H, head < H + G
-    lo, hi, w_lo, w_hi, rstd = _load_heads(qkv_ptr + (t * (H + 2 * G) + head) * D, q_weight_ptr, k_weight_ptr,
-                                           eps, used, is_q, D, NORM)
+    is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
+    lo, hi, w_lo, w_hi, rstd = load_heads(qkv + (t * (H + 2 * G) + head) * D, q_weight, k_weight, eps,
+                                          head < H + 2 * G, is_q, D)
     a, b = lo, hi
-    if NORM:
-        a = (a * rstd * w_lo).to(q_ptr.dtype.element_ty).to(tl.float32)
-        b = (b * rstd * w_hi).to(q_ptr.dtype.element_ty).to(tl.float32)
-    position = tl.load(position_ptr + t).to(tl.int64)
-    cos = tl.load(table_ptr + position * D + i)
-    sin = tl.load(table_ptr + position * D + D // 2 + i)
-    lo = tl.where(turned, a * cos - b * sin, lo).to(q_ptr.dtype.element_ty)
-    hi = tl.where(turned, b * cos + a * sin, hi).to(q_ptr.dtype.element_ty)
-    q_at = q_ptr + t * H * D + head * D + i
-    k_at = k_ptr + t * G * D + (head - H) * D + i
-    v_at = v_ptr + t * G * D + (head - H - G) * D + i
-    tl.store(q_at, lo, mask=is_q)
-    tl.store(q_at + D // 2, hi, mask=is_q)
-    tl.store(k_at, lo, mask=turned & (head >= H))
-    tl.store(k_at + D // 2, hi, mask=turned & (head >= H))
-    tl.store(v_at, lo, mask=used & (head >= H + G))
-    tl.store(v_at + D // 2, hi, mask=used & (head >= H + G))
+    if q_weight is not None:
+        a, b = (a * rstd * w_lo).to(dtype).to(tl.float32), (b * rstd * w_hi).to(dtype).to(tl.float32)
+    at = table + tl.load(positions + t).to(tl.int64) * D + i
+    cos, sin = tl.load(at), tl.load(at + D // 2)
+    lo = tl.where(is_q | is_k, a * cos - b * sin, lo).to(dtype)
+    hi = tl.where(is_q | is_k, b * cos + a * sin, hi).to(dtype)
+    store_halves(q + (t * H + head) * D, lo, hi, is_q, D)
+    code_lo, code_hi = lo, hi
+    if k_scales is not None:
+        lo, hi = lo.to(tl.float32), hi.to(tl.float32)
+        peak = tl.max(tl.maximum(lo.to(tl.int32, bitcast=True) & 0x7FFFFFFF,
+                                 hi.to(tl.int32, bitcast=True) & 0x7FFFFFFF), 1)[:, None]
+        scale = fp8.scale_of(peak.to(tl.float32, bitcast=True))
+        power = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(scale < float("inf"), power, scale)
+        code_lo, code_hi = fp8.codes_of(lo, scale), fp8.codes_of(hi, scale)
+        lo, hi = code_lo.to(tl.float32) * scale, code_hi.to(tl.float32) * scale
+    store_halves(k + (t * G + head - H) * D, lo, hi, is_k, D)
+    store_halves(v + (t * G + head - H - G) * D, lo, hi, is_v, D)
+    if cached:
+        slot = tl.load(slots + t)
+        place = slot // PAGE * (G * PAGE) + (head - H) * PAGE + slot % PAGE
+        store_halves(k_pages + place * D, code_lo, code_hi, is_k, D)
+        store_halves(v_pages + (place - G * PAGE) * D, code_lo, code_hi, is_v, D)
+        if k_scales is not None:
+            tl.store(k_scales + place, scale.to(tl.bfloat16), mask=is_k)
+            tl.store(v_scales + place - G * PAGE, scale.to(tl.bfloat16), mask=is_v)
 
 
 @jit(do_not_specialize=["T"])
-def _qk_norm_rope_backward_kernel(
-    dq_ptr, dk_ptr, dv_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, table_ptr, position_ptr,   # pointers, read
-    dqkv_ptr, partial_ptr,  # pointers, written
-    T, eps,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+def qk_norm_rope_backward_kernel(dq, dk, dv, qkv, q_weight, k_weight, table, positions, dqkv, partial, T, eps,
+                                 H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+                                 TOKENS: tl.constexpr):
     """One program: TOKENS tokens one after the other. partial (programs, 2, D): its sums for the two norm
     weights."""
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, D // 2)[None, :]
@@ -1158,22 +1215,21 @@ def _qk_norm_rope_backward_kernel(
     sum_lo, sum_hi = tl.zeros((HEADS, D // 2), tl.float32), tl.zeros((HEADS, D // 2), tl.float32)
     t = tl.program_id(0).to(tl.int64) * TOKENS
     for _ in range(tl.minimum(TOKENS, T - tl.program_id(0) * TOKENS)):
-        at = dq_ptr + t * H * D + head * D + i
+        at = dq + t * H * D + head * D + i
         a = tl.load(at, mask=is_q, other=0).to(tl.float32)
         b = tl.load(at + D // 2, mask=is_q, other=0).to(tl.float32)
-        at = dk_ptr + t * G * D + (head - H) * D + i  # each head lies in one of the three: add
+        at = dk + t * G * D + (head - H) * D + i  # each head lies in one of the three: add
         a += tl.load(at, mask=turned & (head >= H), other=0).to(tl.float32)
         b += tl.load(at + D // 2, mask=turned & (head >= H), other=0).to(tl.float32)
-        at = dv_ptr + t * G * D + (head - H - G) * D + i
+        at = dv + t * G * D + (head - H - G) * D + i
         a += tl.load(at, mask=used & (head >= H + G), other=0).to(tl.float32)
         b += tl.load(at + D // 2, mask=used & (head >= H + G), other=0).to(tl.float32)
-        position = tl.load(position_ptr + t).to(tl.int64)
-        cos = tl.load(table_ptr + position * D + i)
-        sin = tl.load(table_ptr + position * D + D // 2 + i)
+        at = table + tl.load(positions + t).to(tl.int64) * D + i
+        cos, sin = tl.load(at), tl.load(at + D // 2)
         g_lo, g_hi = tl.where(turned, a * cos + b * sin, a), tl.where(turned, b * cos - a * sin, b)
-        if NORM:
-            lo, hi, w_lo, w_hi, rstd = _load_heads(qkv_ptr + (t * (H + 2 * G) + head) * D, q_weight_ptr,
-                                                   k_weight_ptr, eps, used, is_q, D, NORM)
+        if q_weight is not None:
+            lo, hi, w_lo, w_hi, rstd = load_heads(qkv + (t * (H + 2 * G) + head) * D, q_weight, k_weight, eps,
+                                                  used, is_q, D)
             lo, hi = lo * rstd, hi * rstd
             sum_lo += g_lo * lo
             sum_hi += g_hi * hi
@@ -1181,12 +1237,10 @@ def _qk_norm_rope_backward_kernel(
             mean = tl.div_rn(tl.sum(w_lo * lo, 1) + tl.sum(w_hi * hi, 1), D * 1.0)[:, None]
             g_lo = tl.where(turned, rstd * (w_lo - lo * mean), g_lo)
             g_hi = tl.where(turned, rstd * (w_hi - hi * mean), g_hi)
-        at = dqkv_ptr + t * (H + 2 * G) * D + head * D + i
-        tl.store(at, g_lo.to(dqkv_ptr.dtype.element_ty), mask=used)
-        tl.store(at + D // 2, g_hi.to(dqkv_ptr.dtype.element_ty), mask=used)
+        store_halves(dqkv + (t * (H + 2 * G) + head) * D, g_lo, g_hi, used, D)
         t += 1
-    if NORM:
-        at = partial_ptr + tl.program_id(0) * 2 * D + tl.arange(0, D // 2)
+    if q_weight is not None:
+        at = partial + tl.program_id(0) * 2 * D + tl.arange(0, D // 2)
         is_k = turned & (head >= H)
         tl.store(at, tl.sum(tl.where(is_q, sum_lo, 0), 0))
         tl.store(at + D // 2, tl.sum(tl.where(is_q, sum_hi, 0), 0))
@@ -1194,78 +1248,95 @@ def _qk_norm_rope_backward_kernel(
         tl.store(at + D + D // 2, tl.sum(tl.where(is_k, sum_hi, 0), 0))
 
 
-def _head_tile(H, G, D):
+def pages_and_scales(cache):
+    """The four pointers of a cache that kernels take: k, v, and their scales or None twice."""
+    return cache if len(cache) == 4 else (*cache, None, None)
+
+
+def head_tile(H, G, D):
     """(heads padded to a power of two, warps of the kernels above): functions of the widths alone."""
     heads = triton.next_power_of_2(H + 2 * G)
     return heads, min(8, max(1, heads * D // 1024))
 
 
-def _qk_norm_rope_gpu(qkv, q_weight, k_weight, eps, table, positions, H, G):
+def qk_norm_rope_forward(qkv, q_weight, k_weight, eps, table, positions, H, G, fp8_kv, cache, slots):
+    if not use_kernels(qkv):
+        return qk_norm_rope_reference(qkv, q_weight, k_weight, eps, table, positions, H, G, fp8_kv, cache,
+                                      slots)
     T, D = len(qkv), qkv.shape[1] // (H + 2 * G)
-    _check_head_size(D)
+    check_head_size(D)
     q, k, v = (qkv.new_empty(T, heads, D) for heads in (H, G, G))
-    heads, warps = _head_tile(H, G, D)
+    cached = int(cache is not None)
+    if not cached:  # the same types, so that the same binary runs
+        cache, slots = empty_cache(0, G, D, fp8_kv, k.dtype, k.device), positions.new_empty(0).long()
+    heads, warps = head_tile(H, G, D)
     if T:
-        _qk_norm_rope_kernel[(T,)](
-            qkv.contiguous(), q_weight, k_weight, table, positions, q, k, v, eps, H, G, D, heads,
-            q_weight is not None, num_warps=warps, enable_fp_fusion=False)
+        launch(qk_norm_rope_kernel, T, qkv.contiguous(), q_weight, k_weight, table, positions, q, k, v,
+               *pages_and_scales(cache), slots, cached, eps, H, G, D, heads, PAGE, num_warps=warps)
     return q, k, v
 
 
-def _qk_norm_rope_backward_gpu(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
+def qk_norm_rope_backward(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
+    if not use_kernels(qkv):
+        return qk_norm_rope_backward_reference(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions)
     (T, H, D), G, tokens = dq.shape, dk.shape[1], 8
-    norm, programs = q_weight is not None, triton.cdiv(T, tokens)
-    dqkv, partial = torch.empty_like(qkv), torch.empty(programs, 2, D, device=qkv.device)
-    heads, warps = _head_tile(H, G, D)
+    dqkv, partial = torch.empty_like(qkv), torch.empty(triton.cdiv(T, tokens), 2, D, device=qkv.device)
+    heads, warps = head_tile(H, G, D)
     if T:
-        _qk_norm_rope_backward_kernel[(programs,)](
-            dq.contiguous(), dk.contiguous(), dv.contiguous(), qkv.contiguous(), q_weight, k_weight, table,
-            positions, dqkv, partial, T, eps, H, G, D, heads, norm, tokens, num_warps=warps,
-            enable_fp_fusion=False)
-    return dqkv, *(partial.sum(0) if norm else (None, None))
+        launch(qk_norm_rope_backward_kernel, len(partial), dq.contiguous(), dk.contiguous(), dv.contiguous(),
+               qkv.contiguous(), q_weight, k_weight, table, positions, dqkv, partial, T, eps, H, G, D, heads,
+               tokens, num_warps=warps)
+    return dqkv, *(partial.sum(0) if q_weight is not None else (None, None))
 
 
-class _QKNormRope(torch.autograd.Function):
+class QKNormRopeFunction(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, qkv, q_norm, k_norm, eps, table, positions, H, G):
+    def forward(ctx, qkv, q_norm, k_norm, eps, table, positions, *rest):
         weights = [w if w is None else w.data for w in (q_norm, k_norm)]
-        forward = _qk_norm_rope_gpu if use_kernels(qkv) else qk_norm_rope_ref
         ctx.save_for_backward(qkv, table, positions)
         ctx.weights = q_norm, k_norm, eps
-        return forward(qkv, *weights, eps, table, positions, H, G)
+        return qk_norm_rope_forward(qkv, *weights, eps, table, positions, *rest)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
+        """FP8 KV is straight-through: the gradient of codes * scales counts as that of what was rounded."""
         (qkv, table, positions), (q_norm, k_norm, eps) = ctx.saved_tensors, ctx.weights
         weights = [w if w is None else w.data for w in (q_norm, k_norm)]
-        backward = _qk_norm_rope_backward_gpu if use_kernels(qkv) else qk_norm_rope_backward_ref
-        dqkv, *weight_grads = backward(dq, dk, dv, qkv, *weights, eps, table, positions)
+        dqkv, *weight_grads = qk_norm_rope_backward(dq, dk, dv, qkv, *weights, eps, table, positions)
         for weight, grad in zip((q_norm, k_norm), weight_grads):
             if weight is not None:
                 weight.add_grad(grad)
-        return dqkv, *[None] * 7
+        return dqkv, *[None] * 10
 
 
-def qk_norm_rope(qkv, q_norm, k_norm, eps, table, positions, H, G):
+def qk_norm_rope(qkv, q_norm, k_norm, eps, table, positions, H, G, fp8_kv=False, cache=None, slots=None):
     """qkv (T, (H+2G)*D) -> q (T,H,D), k (T,G,D), v (T,G,D), contiguous, in qkv.dtype.
 
     q_norm, k_norm: Weight (D,) or None (families without q/k norm); table: `rope_table`; positions (T,)
-    int32. """
-    return _QKNormRope.apply(qkv, q_norm, k_norm, eps, table, positions, H, G)
+    int32. fp8_kv: k and v are codes * scales, one scale for each token and head. cache: pages of a layer,
+    to which k and v, or codes and scales, are written as well, at slots (T,) int64.
+    """
+    return QKNormRopeFunction.apply(qkv, q_norm, k_norm, eps, table, positions, H, G, fp8_kv, cache, slots)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Attention
 
-def _attend_tiles(q, positions, k_pages, v_pages, page_table, lengths):
+def read_pages_reference(cache, pages):
+    """pages (n,) -> their keys and values in FP32, (n, G, PAGE, D) each: in FP8, codes * scales."""
+    k, v, *scales = (x[pages].float() for x in cache)
+    return [x * scale[..., None] for x, scale in zip((k, v), scales)] if scales else (k, v)
+
+
+def attend_tiles_reference(q, positions, cache, page_table, lengths):
     """The one tile that both references run: query tiles over pages, with an online softmax.
 
-    q (N,H,R,D), row r of tile n at positions[n, r]; keys and values of tile n: page_table[n] in
-    (P,G,PAGE,D), of which lengths[n] are valid. Every product has the same shape whatever N is, and a step
+    q (N,H,R,D), row r of tile n at positions[n, r]; keys and values of tile n: page_table[n] in the pages of
+    `cache`, of which lengths[n] are valid. Every product has the same shape whatever N is, and a step
     that is masked for a row leaves it as it was (factor exp(0) = 1, terms 0): so a row's bits depend on its
     own keys only. -> (N,H,R,D) FP32. """
-    (N, H, R, D), G, dtype = q.shape, k_pages.shape[1], q.dtype
+    (N, H, R, D), G, dtype = q.shape, cache[0].shape[1], q.dtype
     S = H // G * R  # rows of a product: a group's heads, stacked
     top = torch.full((N, G, S, 1), -torch.inf)
     total, out = torch.zeros(N, G, S, 1), torch.zeros(N, G, S, D)
@@ -1276,8 +1347,8 @@ def _attend_tiles(q, positions, k_pages, v_pages, page_table, lengths):
         key = torch.arange(j * PAGE, (j + 1) * PAGE)
         valid = (key < lengths[n, None])[:, None]                         # (n, 1, PAGE)
         # Unused places of a page hold anything, NaN included, and 0 * NaN would reach the sum: load zeros.
-        k, v = (torch.where(valid[..., None], pages[page_table[n, j].long()], 0).float().view(-1, PAGE, D)
-                for pages in (k_pages, v_pages))
+        k, v = (torch.where(valid[..., None], x, 0).view(-1, PAGE, D)
+                for x in read_pages_reference(cache, page_table[n, j].long()))
         scores = torch.bmm(q[n].view(-1, S, D), k.mT).view(-1, G, S, PAGE) * D ** -0.5
         scores = scores.masked_fill_(~((key <= positions[n]) & valid[:, :, None]), -torch.inf)
         new_top = torch.maximum(top[n], scores.amax(-1, keepdim=True))
@@ -1288,8 +1359,8 @@ def _attend_tiles(q, positions, k_pages, v_pages, page_table, lengths):
     return (out / total.clamp(min=1e-30)).view(N, H, R, D)                # length 0: no key, zeros
 
 
-def attention_ref(q, k, v, packing):
-    """Reference: the packed tokens become zero-padded query tiles and pages, then tiles back to tokens."""
+def attention_reference(q, k, v, packing):
+    """The packed tokens become zero-padded query tiles and pages, then tiles back to tokens."""
     (_, H, D), R = q.shape, packing.rows
     start, first, length, _ = packing.tiles.long().unbind(1)
     positions = first[:, None] + torch.arange(R)                          # (N, R)
@@ -1301,31 +1372,30 @@ def attention_ref(q, k, v, packing):
     first_page = pages_of.cumsum(0) - pages_of
     owner = torch.arange(len(pages_of)).repeat_interleave(torch.tensor(packing.lengths, dtype=torch.int64))
     position = packing.positions.long()
-    k_pages, v_pages = (x.new_zeros(int(pages_of.sum()), k.shape[1], PAGE, D) for x in (k, v))
-    write_pages_ref(k, v, k_pages, v_pages, first_page[owner] * PAGE + position)
+    cache = [x.new_zeros(int(pages_of.sum()), k.shape[1], PAGE, D) for x in (k, v)]
+    write_pages_reference((k, v), cache, first_page[owner] * PAGE + position)
     sequence = torch.searchsorted(packing.starts.long(), start.contiguous(), right=True) - 1
     table = first_page[sequence, None] + torch.arange(max(pages_of.tolist(), default=0))
-    out = _attend_tiles(tiles.transpose(1, 2), positions, k_pages, v_pages, table, length).transpose(1, 2)
+    out = attend_tiles_reference(tiles.transpose(1, 2), positions, cache, table, length).transpose(1, 2)
     o = torch.empty_like(q)
     o[row] = out[inside].to(q.dtype)
     return o
 
 
-def paged_attention_ref(q, k_pages, v_pages, page_table, lengths):
-    """Reference: one query a sequence, put where the packed pass has it in its tile, over that sequence's
-    pages."""
+def paged_attention_reference(q, cache, page_table, lengths):
+    """One query a sequence, put where the packed pass has it in its tile, over that sequence's pages."""
     (B, H, D), R = q.shape, 16
     lengths = lengths.long()
     place = (lengths - 1).clamp(min=0) % R
     tiles = q.new_zeros(B, R, H, D)
     tiles[torch.arange(B), place] = q
     positions = ((lengths - 1).clamp(min=0) - place)[:, None] + torch.arange(R)
-    out = _attend_tiles(tiles.transpose(1, 2), positions, k_pages, v_pages, page_table, lengths)
+    out = attend_tiles_reference(tiles.transpose(1, 2), positions, cache, page_table, lengths)
     return out[torch.arange(B), :, place].to(q.dtype)
 
 
-def attention_backward_ref(do, q, k, v, packing):
-    """Reference. The textbook formulas, sequence by sequence, in FP32; gradients need no equality of bits."""
+def attention_backward_reference(do, q, k, v, packing):
+    """The textbook formulas, sequence by sequence, in FP32; gradients need no equality of bits."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     repeat, scale, start = q.shape[1] // k.shape[1], q.shape[2] ** -0.5, 0
     for length in packing.lengths:
@@ -1344,7 +1414,7 @@ def attention_backward_ref(do, q, k, v, packing):
 
 
 @jit
-def _softmax_step(scores, seen, v, top, total, acc, SCALE: tl.constexpr):
+def softmax_step(scores, seen, v, top, total, acc, SCALE: tl.constexpr):
     """One page of keys: scores (rows, PAGE) FP32, unscaled. The trainer's tile and the decode tile both
     call this.
 
@@ -1360,7 +1430,7 @@ def _softmax_step(scores, seen, v, top, total, acc, SCALE: tl.constexpr):
 
 
 @jit(do_not_specialize=["T"])
-def _attention_kernel(
+def attention_kernel(
     q_ptr, k_ptr, v_ptr, tile_ptr, o_ptr, lse_ptr,          # pointers
     T,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
@@ -1391,87 +1461,75 @@ def _attention_kernel(
         kv_at += PAGE * G * D
         # Masked even where all keys are seen: one code for all pages, so one order for all rows.
         seen = (key[None, :] <= row[:, None]) & valid[None, :]
-        top, total, acc = _softmax_step(tl.dot(q, tl.trans(k)), seen, v, top, total, acc, SCALE)
+        top, total, acc = softmax_step(tl.dot(q, tl.trans(k)), seen, v, top, total, acc, SCALE)
     acc = acc * tl.div_rn(1.0, total)[:, None]
     tl.store(o_ptr + at + place, acc.to(o_ptr.dtype.element_ty), mask=inside[:, None])
     tl.store(lse_ptr + h.to(tl.int64) * T + start + row, top + tl.log2(total), mask=inside)
 
 
 @jit(do_not_specialize=["max_pages"])
-def _paged_attention_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, o_ptr,      # pointers
-    max_pages,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def paged_attention_kernel(q, k_pages, v_pages, k_scales, v_scales, table, lengths, o, max_pages,
+                           H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
+                           PAGE: tl.constexpr, ROWS: tl.constexpr):
     """One program: the newest query of one sequence, all heads of one group, padded to ROWS: 16 rows for
     each warp.
 
     A softmax row must be summed within one warp, as in the trainer's tile: 16 rows over 2 or 4 warps, or 32
     over 4, give other bits (1 ulp). The number of pages comes from the device: a CUDA graph serves every
     length. """
-    g, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    length = tl.load(length_ptr + b)
-    i, col, d = tl.arange(0, ROWS), tl.arange(0, PAGE), tl.arange(0, D)[None, :]
+    g, b = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64)
+    length = tl.load(lengths + b)
+    i, place, d = tl.arange(0, ROWS), tl.arange(0, PAGE), tl.arange(0, D)[None, :]
     used = (i < H // G)[:, None]
     at = b * H * D + (g * (H // G) + i)[:, None] * D + d
-    place = col[:, None] * D + d
-    q = tl.load(q_ptr + at, mask=used, other=0)
+    query = tl.load(q + at, mask=used, other=0)
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, D), tl.float32)
     for begin in range(0, length, PAGE):
-        page = tl.load(table_ptr + b * max_pages + begin // PAGE).to(tl.int64)
-        valid = begin + col < length
-        at_page = (page * G + g) * (PAGE * D)
+        page = tl.load(table + b * max_pages + begin // PAGE).to(tl.int64)
+        valid, at_page = begin + place < length, (page * G + g) * PAGE
         # Unused places hold anything, NaN included, and 0 * NaN would reach the sum: load zeros.
-        k = tl.load(k_ptr + at_page + place, mask=valid[:, None], other=0)
-        v = tl.load(v_ptr + at_page + place, mask=valid[:, None], other=0)
-        top, total, acc = _softmax_step(tl.dot(q, tl.trans(k)), valid[None, :], v, top, total, acc, SCALE)
+        k = tl.load(k_pages + at_page * D + place[:, None] * D + d, mask=valid[:, None], other=0)
+        v = tl.load(v_pages + at_page * D + place[:, None] * D + d, mask=valid[:, None], other=0)
+        if k_scales is not None:  # the pages arrive as bytes: a masked load has no 0 in FP8
+            k_scale = tl.load(k_scales + at_page + place, mask=valid, other=0).to(tl.float32)
+            v_scale = tl.load(v_scales + at_page + place, mask=valid, other=0).to(tl.float32)
+            # Exact: a power of two times a code is a BF16 number.
+            k = (k.to(tl.float8e4nv, bitcast=True).to(tl.float32) * k_scale[:, None]).to(query.dtype)
+            v = (v.to(tl.float8e4nv, bitcast=True).to(tl.float32) * v_scale[:, None]).to(query.dtype)
+        top, total, acc = softmax_step(tl.dot(query, tl.trans(k)), valid[None, :], v, top, total, acc, SCALE)
     total = tl.where(length > 0, total, 1.0)                              # an idle slot: zeros, not 0/0
     acc = acc * tl.div_rn(1.0, total)[:, None]
-    tl.store(o_ptr + at, acc.to(o_ptr.dtype.element_ty), mask=used)
+    tl.store(o + at, acc.to(o.dtype.element_ty), mask=used)
 
 
-def _check_head_size(D):
+def check_head_size(D):
     if D not in (16, 32, 64, 128, 256):
         raise ValueError(f"head_dim {D}: the GPU kernels take 16, 32, 64, 128 or 256; use a CPU for others")
 
 
-def _check_bf16(x, what):
+def check_bf16(x, what):
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"{what} is {x.dtype}: the GPU kernels take torch.bfloat16; use a CPU for others")
 
 
-def _attention_gpu(q, k, v, packing):
+def attention_forward(q, k, v, packing):
     """-> o (T,H,D), lse (H,T). Measured to give equal bits: 128 rows x 8 warps, 64 x 4, and 16 x 1
     (decode)."""
+    if not use_kernels(q):
+        return attention_reference(q, k, v, packing), None
     (T, H, D), G, rows = q.shape, k.shape[1], packing.rows
-    _check_head_size(D), _check_bf16(q, "attention's q")
+    check_head_size(D), check_bf16(q, "attention's q")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     o, lse = torch.empty_like(q), torch.empty(H, T, device=q.device)
-    _attention_kernel[(len(packing.tiles) * H,)](
+    attention_kernel[(len(packing.tiles) * H,)](
         q, k, v, packing.tiles, o, lse, T, H, G, D, D ** -0.5 * LOG2E, PAGE, rows,
         num_warps=rows // 16, num_stages=2 if D > 128 else 3, enable_fp_fusion=False)
     return o, lse
 
 
-def _paged_attention_gpu(q, k_pages, v_pages, page_table, lengths):
-    (B, H, D), G = q.shape, k_pages.shape[1]
-    _check_head_size(D), _check_bf16(q, "paged_attention's q")
-    if H // G > 16:
-        raise ValueError(f"{H} query heads over {G} key heads: a decode tile holds at most 16 heads a group")
-    o = torch.empty_like(q)
-    rows = 64 if D > 64 else 16  # either gives the trainer's bits; 16 rows in one warp spill at head size 128
-    if B:
-        _paged_attention_kernel[(G, B)](
-            q.contiguous(), k_pages, v_pages, page_table, lengths, o, page_table.stride(0), H, G, D,
-            D ** -0.5 * LOG2E, PAGE, rows, num_warps=rows // 16,
-            num_stages=2 if D > 128 else 3, enable_fp_fusion=False)
-    return o
-
-
 @jit(do_not_specialize=["T"])
-def _attention_delta_kernel(
+def attention_delta_kernel(
     do_ptr, o_ptr, delta_ptr, T, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):
     """delta (H,T) = sum over D of do * o: what the softmax's gradient subtracts. One program: ROWS tokens
@@ -1483,7 +1541,7 @@ def _attention_delta_kernel(
 
 
 @jit(do_not_specialize=["T"])
-def _attention_dkv_kernel(
+def attention_dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tile_ptr, dk_ptr, dv_ptr,      # pointers
     T,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DK_SCALE: tl.constexpr,
@@ -1527,7 +1585,7 @@ def _attention_dkv_kernel(
 
 
 @jit(do_not_specialize=["T"])
-def _attention_dq_kernel(
+def attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tile_ptr, dq_ptr,              # pointers
     T,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DQ_SCALE: tl.constexpr,
@@ -1558,42 +1616,40 @@ def _attention_dq_kernel(
     tl.store(dq_ptr + at, (dq * DQ_SCALE).to(dq_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def _attention_backward_gpu(do, q, k, v, o, lse, packing):
+def attention_backward(do, q, k, v, o, lse, packing):
+    if not use_kernels(q):
+        return attention_backward_reference(do, q, k, v, packing)
     (T, H, D), G, rows, n = q.shape, k.shape[1], packing.rows, len(packing.tiles)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     delta = torch.empty_like(lse)
-    _attention_delta_kernel[(triton.cdiv(T, 64), H)](do, o, delta, T, H, D, 64, num_warps=4,
+    attention_delta_kernel[(triton.cdiv(T, 64), H)](do, o, delta, T, H, D, 64, num_warps=4,
                                                      enable_fp_fusion=False)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     # Sizes that spill nothing on sm_90 (compiled offline): two (keys, D) sums stay in registers beside k
     # and v.
     keys, step = min(rows, 64 if D > 128 else 128), min(rows, 32 if D > 64 else 64)
     warps = 8 if rows > 64 else 1
-    _attention_dkv_kernel[(n * (rows // keys) * G,)](
+    attention_dkv_kernel[(n * (rows // keys) * G,)](
         q, k, v, do, lse, delta, packing.tiles, dk, dv, T, H, G, D, D ** -0.5 * LOG2E, D ** -0.5, rows, keys,
         step, num_warps=warps, num_stages=2, enable_fp_fusion=False)
-    _attention_dq_kernel[(n * H,)](
+    attention_dq_kernel[(n * H,)](
         q, k, v, do, lse, delta, packing.tiles, dq, T, H, G, D, D ** -0.5 * LOG2E, D ** -0.5, rows,
         32 if D > 128 else 64, num_warps=warps, num_stages=2, enable_fp_fusion=False)
     return dq, dk, dv
 
 
-class _Attention(torch.autograd.Function):
+class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, packing):
+        o, lse = attention_forward(q, k, v, packing)
         ctx.packing = packing
-        if use_kernels(q):
-            o, lse = _attention_gpu(q, k, v, packing)
-            ctx.save_for_backward(q, k, v, o, lse)
-            return o
-        ctx.save_for_backward(q, k, v)
-        return attention_ref(q, k, v, packing)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
 
     @staticmethod
     def backward(ctx, do):
-        backward = _attention_backward_gpu if use_kernels(do) else attention_backward_ref
-        return *backward(do.contiguous(), *ctx.saved_tensors, ctx.packing), None
+        return *attention_backward(do.contiguous(), *ctx.saved_tensors, ctx.packing), None
 
 
 def attention(q, k, v, packing):
@@ -1602,56 +1658,36 @@ def attention(q, k, v, packing):
     if len(q) != packing.total or q.shape[1] % k.shape[1]:
         raise ValueError(f"attention: {len(q)} tokens, {q.shape[1]} query and {k.shape[1]} key heads do not "
                          f"fit lengths that sum to {packing.total}, or groups of equal size")
-    return _Attention.apply(q, k, v, packing) if len(q) else torch.empty_like(q)
+    return AttentionFunction.apply(q, k, v, packing) if len(q) else torch.empty_like(q)
 
 
-def write_pages_ref(k, v, k_pages, v_pages, slots):
-    """Reference. Token t goes to page slots[t] // PAGE, place slots[t] % PAGE."""
-    k_pages[slots // PAGE, :, slots % PAGE] = k
-    v_pages[slots // PAGE, :, slots % PAGE] = v
-
-
-@jit
-def _write_pages_kernel(
-    k_ptr, v_ptr, k_page_ptr, v_page_ptr, slot_ptr,         # pointers
-    G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-):
-    """One program: one token. Pages are (P, G, PAGE, D): the keys that a decode program reads lie side by
-    side."""
-    t = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + t)
-    g, d = tl.arange(0, HEADS)[:, None], tl.arange(0, D)[None, :]
-    at, to = t * G * D + g * D + d, (slot // PAGE * G + g) * (PAGE * D) + slot % PAGE * D + d
-    tl.store(k_page_ptr + to, tl.load(k_ptr + at, mask=g < G), mask=g < G)
-    tl.store(v_page_ptr + to, tl.load(v_ptr + at, mask=g < G), mask=g < G)
-
-
-def _write_pages_gpu(k, v, k_pages, v_pages, slots):
-    T, G, D = k.shape
-    if T:
-        _write_pages_kernel[(T,)](k.contiguous(), v.contiguous(), k_pages, v_pages, slots, G,
-                                  triton.next_power_of_2(G), D, PAGE, num_warps=4, enable_fp_fusion=False)
-
-
-def write_pages(k, v, k_pages, v_pages, slots):
-    """Copies k, v (T,G,D) into pages (P,G,PAGE,D) at slots (T,) int64: exact, so that decode reads the
-    trainer's bits."""
-    (_write_pages_gpu if use_kernels(k) else write_pages_ref)(k, v, k_pages, v_pages, slots)
-
-
-def paged_attention(q, k_pages, v_pages, page_table, lengths):
-    """One new token a sequence: q (B,H,D) over the pages page_table (B, max) int32 -> (B,H,D).
+def paged_attention(q, cache, page_table, lengths):
+    """One new token a sequence: q (B,H,D) over the pages page_table (B, max) int32 of `cache` -> (B,H,D).
 
     lengths (B,) int32 count the new token, whose k and v are already in place; length 0 gives zeros. The
     bits equal the token's row in `attention`. """
-    forward = _paged_attention_gpu if use_kernels(q) else paged_attention_ref
-    return forward(q, k_pages, v_pages, page_table, lengths)
+    if not use_kernels(q):
+        return paged_attention_reference(q, cache, page_table, lengths)
+    (B, H, D), G = q.shape, cache[0].shape[1]
+    check_head_size(D), check_bf16(q, "paged_attention's q")
+    if H // G > 16:
+        raise ValueError(f"{H} query heads over {G} key heads: a decode tile holds at most 16 heads a group")
+    o = torch.empty_like(q)
+    k_pages, v_pages, k_scales, v_scales = pages_and_scales(cache)
+    if k_scales is not None:
+        k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
+    rows = 64 if D > 64 else 16  # either gives the trainer's bits; 16 rows in one warp spill at head size 128
+    if B:
+        launch(paged_attention_kernel, B * G, q.contiguous(), k_pages, v_pages, k_scales, v_scales,
+               page_table, lengths, o, page_table.stride(0), H, G, D, D ** -0.5 * LOG2E, PAGE, rows,
+               num_warps=rows // 16, num_stages=2 if D > 128 else 3)
+    return o
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Head: log-probabilities of given tokens, and of sampled ones, by the same code
 
-def _philox_ref(seed, c0, c1, c2, c3):
+def philox_reference(seed, c0, c1, c2, c3):
     """First word of Philox 4x32-10 (Salmon et al. 2011), as tl.philox: 32-bit words held in int64, seed 64
     bits."""
     low = 0xFFFFFFFF
@@ -1663,7 +1699,7 @@ def _philox_ref(seed, c0, c1, c2, c3):
     return c0
 
 
-def _gumbel_ref(bits):
+def gumbel_reference(bits):
     """Gumbel noise of 32 random bits. The maximum is decided where the exponential e is small, so the bits'
     fine end (steps of 2^-32 near 0) is put there; u stays inside (0,1), hence the noise inside (-3, 23)."""
     u = ((bits.float() + 0.5) * 2.0 ** -32).clamp(max=1 - 2.0 ** -24)
@@ -1672,11 +1708,13 @@ def _gumbel_ref(bits):
     return -torch.where(u < 1 / 64, series, -(1 - u).log()).log()
 
 
-def head_ref(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=None, positions=None):
-    """Reference. logits = (hidden w^T) * inv_temp in FP32; softmax by tiles of VTILE columns, in order.
+def head_reference(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=None, positions=None):
+    """logits = (hidden w^T) * inv_temp in FP32; softmax by tiles of VTILE columns, in order.
 
-    Scores `targets`, or, without them, the tokens that win logits + noise * gumbel (ties: the lowest id).
-    -> (tokens (T,) int64, logprobs (T,) FP32, lse (T,) FP32)
+    Scores `targets`, or draws them by the Gumbel-max trick, twice: a tile, which weighs what its tokens weigh
+    together, then a token of it. That is 594 + 256 draws instead of 151,936, from the same distribution.
+    noise 0 takes the largest logit (ties: the lowest id).
+    -> tokens (T,) int64, logprobs (T,) FP32, lse (T,) FP32
     """
     V = len(w)
     x = matmul_rows(hidden.float(), w.float()) * inv_temp
@@ -1686,151 +1724,159 @@ def head_ref(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=None
     top = tile_top.amax(-1)
     log_sum = (tile_sum * (tile_top - top[:, None]).exp()).sum(-1).log()
     if targets is None:
-        keys, positions = keys[:, None], positions[:, None].long()
-        bits = _philox_ref(seed, torch.arange(V), positions, keys & 0xFFFFFFFF, (keys >> 32) & 0xFFFFFFFF)
-        perturbed = x + noise * _gumbel_ref(bits)
-        best = perturbed.amax(-1, keepdim=True)
-        targets = torch.where(perturbed == best, torch.arange(V), V - 1).amin(-1)  # NaN: last id, logprob NaN
+        name = positions[:, None].long(), keys[:, None] & 0xFFFFFFFF, (keys[:, None] >> 32) & 0xFFFFFFFF
+        gumbel = lambda ids: noise * gumbel_reference(philox_reference(seed, ids, *name))
+        # Tiles draw under ids beyond the vocabulary's. argmax takes the first of equal values.
+        tile = (tile_top + noise * tile_sum.log() + gumbel(V + torch.arange(tiles.shape[1]))).argmax(-1)
+        ids = tile[:, None] * VTILE + torch.arange(VTILE)
+        best = (tiles[torch.arange(len(x)), tile] + gumbel(ids)).argmax(-1)
+        targets = ids.gather(1, best[:, None])[:, 0]
     picked = x.gather(1, targets[:, None])[:, 0]
     return targets, picked - top - log_sum, top + log_sum
 
 
 @jit
-def _gumbel(bits):
-    """Gumbel noise of 32 random bits; the torch reference above says why this form."""
+def gumbel(seed, ids, position, key):
+    """Gumbel noise of (seed, position, key) and ids (N,) int32; the references above say why this form."""
+    low, high = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32 & 0xFFFFFFFF).to(tl.uint32)
+    bits = tl.philox(seed, ids, position, low, high)[0]
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
     return -tl.log(tl.where(u < 1 / 64, series, -tl.log(1 - u)))
 
 
-@jit(do_not_specialize=["T"])
-def _head_kernel(
-    x_ptr, w_ptr, inv_temp_ptr, target_ptr,                 # pointers: (T,C), (V,C), (1,), (T,)
-    noise_ptr, seed_ptr, key_ptr, position_ptr,             # pointers, sampling: (1,), (1,), (T,), (T,)
-    top_ptr, sum_ptr, logit_ptr, best_ptr, id_ptr,  # pointers, written: (T, TILES); logit (T,) when scoring
-    T,
-    V: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, VTILE: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, SAMPLE: tl.constexpr,
-):
-    """One program: VTILE logits of ROWS tokens, reduced at once to what the merge below needs; none is
-    stored.
+@jit
+def logits_tile(x, w, inv_temp, T, V: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, VTILE: tl.constexpr,
+                STEP: tl.constexpr):
+    """-> FP32 logits (ROWS, VTILE) of this program, -inf beyond the vocabulary; its tile, tokens and ids.
 
-    C is walked in ascending steps into one FP32 accumulator, whatever ROWS is. Token tiles are fastest in
-    the grid: a tile of the head, by far the largest operand, is read from memory once. """
-    token_tiles = tl.cdiv(T, ROWS)
-    tile = tl.program_id(0) // token_tiles
-    row = (tl.program_id(0) % token_tiles) * ROWS + tl.arange(0, ROWS)
-    col, c, row64, used = tile * VTILE + tl.arange(0, VTILE), tl.arange(0, STEP), row.to(tl.int64), row < T
+    C is walked in ascending steps into one accumulator, whatever ROWS is. Token tiles are fastest in the
+    grid: a tile of w, by far the largest operand, is read from memory once. x (T,C) and w (V,C) are tensor
+    descriptors: the copy engine reads zeros past their ends.
+    """
+    tile, first = tl.program_id(0) // tl.cdiv(T, ROWS), tl.program_id(0) % tl.cdiv(T, ROWS) * ROWS
+    row, col = first + tl.arange(0, ROWS), tile * VTILE + tl.arange(0, VTILE)
     acc = tl.zeros((ROWS, VTILE), tl.float32)
-    x_at = x_ptr + row64[:, None] * C + c[None, :]  # row offsets in 64 bits: V*C can pass 2^31
-    w_at = w_ptr + col.to(tl.int64)[:, None] * C + c[None, :]
-    for begin in range(0, C, STEP):
-        inside = begin + c[None, :] < C
-        x = tl.load(x_at + begin, mask=used[:, None] & inside, other=0)
-        w = tl.load(w_at + begin, mask=(col < V)[:, None] & inside, other=0)
-        acc = tl.dot(x, tl.trans(w), acc)
-    logits = tl.where((col < V)[None, :], acc * tl.load(inv_temp_ptr), float("-inf"))
+    for c in range(0, C, STEP):
+        acc = tl.dot(x.load([first, c]), w.load([tile * VTILE, c]).T, acc)
+    return tl.where((col < V)[None, :], acc * tl.load(inv_temp), float("-inf")), tile, row, col
+
+
+@jit(do_not_specialize=["T"])
+def head_kernel(x, w, inv_temp, targets, tops, sums, picked, T, V: tl.constexpr, C: tl.constexpr,
+                TILES: tl.constexpr, ROWS: tl.constexpr, VTILE: tl.constexpr, STEP: tl.constexpr):
+    """One program: a tile of logits, reduced at once to maxima and sums of exponentials, (T, TILES) each.
+
+    picked (T,): the logits of the targets; without targets (T, TILES * VTILE): all logits, of which the
+    merge below looks at one tile.
+    """
+    logits, tile, row, col = logits_tile(x, w, inv_temp, T, V, C, ROWS, VTILE, STEP)
+    row64, used = row.to(tl.int64), row < T
     top = tl.max(logits, 1)
-    at = row64 * TILES + tile
-    tl.store(top_ptr + at, top, mask=used)
-    tl.store(sum_ptr + at, tl.sum(tl.exp(logits - top[:, None]), 1), mask=used)
-    if SAMPLE:
-        key = tl.load(key_ptr + row, mask=used, other=0)
-        low, high = (key & 0xFFFFFFFF).to(tl.uint32)[:, None], (key >> 32 & 0xFFFFFFFF).to(tl.uint32)[:, None]
-        position = tl.load(position_ptr + row, mask=used, other=0)[:, None]
-        bits, _, _, _ = tl.philox(tl.load(seed_ptr), col[None, :] + position * 0, position, low, high)
-        perturbed = tl.fma(tl.load(noise_ptr), _gumbel(bits), logits)
-        best = tl.max(perturbed, 1)
-        target = tl.min(tl.where(perturbed == best[:, None], col[None, :], V - 1), 1)  # ties: the lowest id
-        tl.store(best_ptr + at, best, mask=used)
-        tl.store(id_ptr + at, target, mask=used)
-        picked = tl.sum(tl.where(col[None, :] == target[:, None], logits, 0.0), 1)         # one term: exact
-        tl.store(logit_ptr + at, picked, mask=used)
+    tl.store(tops + row64 * TILES + tile, top, mask=used)
+    tl.store(sums + row64 * TILES + tile, tl.sum(tl.exp(logits - top[:, None]), 1), mask=used)
+    if targets is None:
+        tl.store(picked + row64[:, None] * (TILES * VTILE) + col[None, :], logits, mask=used[:, None])
     else:
-        target = tl.load(target_ptr + row, mask=used, other=-1)
-        picked = tl.sum(tl.where(col[None, :] == target[:, None], logits, 0.0), 1)
-        tl.store(logit_ptr + row, picked, mask=used & (target // VTILE == tile))
+        target = tl.load(targets + row, mask=used, other=-1)
+        logit = tl.sum(tl.where(col[None, :] == target[:, None], logits, 0.0), 1)          # one term: exact
+        tl.store(picked + row, logit, mask=used & (target // VTILE == tile))
 
 
 @jit
-def _head_merge_kernel(
-    top_ptr, sum_ptr, logit_ptr, best_ptr, id_ptr, token_ptr, logprob_ptr, lse_ptr,        # pointers
-    V: tl.constexpr, TILES: tl.constexpr, VTILE: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
-):
-    """One program: one token. Merges its TILES partials, in an order that TILES alone decides."""
+def head_merge_kernel(tops, sums, picked, noise, seed, keys, positions, tokens, logprobs, lse,
+                      V: tl.constexpr, TILES: tl.constexpr, VTILE: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: one token. Merges its TILES partials, in an order that TILES alone decides. With `noise`
+    it draws the token: a tile, then an id in it; the torch reference above says how."""
     t, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    tops = tl.load(top_ptr + t * TILES + i, mask=i < TILES, other=float("-inf"))
-    sums = tl.load(sum_ptr + t * TILES + i, mask=i < TILES, other=0)
-    top = tl.max(tops, 0)
-    log_sum = tl.log(tl.sum(sums * tl.exp(tops - top), 0))
-    if SAMPLE:
-        best = tl.load(best_ptr + t * TILES + i, mask=i < TILES, other=float("-inf"))
-        token = tl.load(id_ptr + t * TILES + i, mask=i < TILES, other=V - 1)
-        token = tl.min(tl.where(best == tl.max(best, 0), token, V - 1), 0)  # ties: the lowest id
-        tl.store(token_ptr + t, token.to(tl.int64))
-        picked = tl.load(logit_ptr + t * TILES + token // VTILE)
+    top_of = tl.load(tops + t * TILES + i, mask=i < TILES, other=float("-inf"))
+    sum_of = tl.load(sums + t * TILES + i, mask=i < TILES, other=1)                        # times exp(-inf)
+    top = tl.max(top_of, 0)
+    log_sum = tl.log(tl.sum(sum_of * tl.exp(top_of - top), 0))
+    if noise is None:
+        logit = tl.load(picked + t)
     else:
-        picked = tl.load(logit_ptr + t)
-    tl.store(logprob_ptr + t, picked - top - log_sum)
-    tl.store(lse_ptr + t, top + log_sum)
+        noise, seed, key, position = tl.load(noise), tl.load(seed), tl.load(keys + t), tl.load(positions + t)
+        score = tl.fma(noise, tl.log(sum_of) + gumbel(seed, V + i, position, key), top_of)
+        tile = tl.min(tl.where(score == tl.max(score, 0), i, TILES - 1), 0)                # ties: the lowest
+        ids = tile * VTILE + tl.arange(0, VTILE)
+        logits = tl.load(picked + t * (TILES * VTILE) + ids)
+        score = tl.fma(noise, gumbel(seed, ids, position, key), logits)
+        token = tl.min(tl.where(score == tl.max(score, 0), ids, V - 1), 0)
+        tl.store(tokens + t, token.to(tl.int64))
+        logit = tl.sum(tl.where(ids == token, logits, 0.0), 0)
+    tl.store(logprobs + t, logit - top - log_sum)
+    tl.store(lse + t, top + log_sum)
 
 
-def _head_gpu(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=None, positions=None):
-    """As head_ref. Tokens go in chunks: the partials of 4096 tokens at V = 151,936 are 2 x 19 MB."""
-    (T, C), V, sampling = hidden.shape, len(w), targets is None
-    _check_bf16(hidden, "the head's input")
+def launch_head(kernel, x, w, *args):
+    """Runs one of the kernels that begin with `logits_tile` over all of x (T,C) and w (V,C)."""
+    # 16 rows a warp, so that a row's sum lies within a warp: measured to give equal bits.
+    (T, C), V, tiles, step = x.shape, len(w), triton.cdiv(len(w), VTILE), 64
+    rows, describe = 64 if T <= 64 else 128, TensorDescriptor.from_tensor
+    launch(kernel, triton.cdiv(T, rows) * tiles, describe(x, [rows, step]), describe(w, [VTILE, step]), *args,
+           T, V, C, tiles, rows, VTILE, step, num_warps=rows // 16, num_stages=3)
+
+
+def head_forward(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=None, positions=None):
+    """As head_reference. Tokens go in chunks: the partials of 4096 tokens at V = 151,936 are 2 x 10 MB."""
+    if not use_kernels(hidden):
+        return head_reference(hidden, w, inv_temp, targets, noise, seed, keys, positions)
+    (T, C), V, drawing = hidden.shape, len(w), targets is None
+    check_bf16(hidden, "the head's input")
     if C % 8 or not w.is_contiguous():
         raise ValueError(f"head: hidden_size {C} must be a multiple of 8: rows of BF16 start on 16 bytes")
-    tiles, hidden = triton.cdiv(V, VTILE), hidden.contiguous()
-    tokens = torch.empty(T, dtype=torch.int64, device=hidden.device) if sampling else targets.contiguous()
-    logprobs, lse = (torch.empty(T, device=hidden.device) for _ in range(2))
+    new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=hidden.device)
+    tokens = new(T, dtype=torch.int64) if drawing else targets.contiguous()
+    tiles, hidden, logprobs, lse = triton.cdiv(V, VTILE), hidden.contiguous(), new(T), new(T)
     for i in range(0, T, 4096):
-        x, n = hidden[i:i + 4096], min(4096, T - i)
-        rows = 16 if n <= 16 else 64 if n <= 64 else 128  # 16 rows a warp: measured to give equal bits
-        top, total, best = (torch.empty(n, tiles, device=x.device) for _ in range(3))
-        best_id = torch.empty(n, tiles, dtype=torch.int32, device=x.device)
+        part, n = slice(i, i + 4096), min(4096, T - i)
+        tops, sums = new(n, tiles), new(n, tiles)
         # NaN stays where no program owns the target: an id outside the vocabulary shows.
-        logit = torch.full((n, tiles) if sampling else (n,), torch.nan, device=x.device)
-        mine = lambda y: None if y is None else y[i:i + 4096]
-        _head_kernel[(triton.cdiv(n, rows) * tiles,)](
-            x, w, inv_temp, mine(targets), noise, seed, mine(keys), mine(positions), top, total, logit,
-            best, best_id, n, V, C, tiles, VTILE, rows, 64, sampling, num_warps=rows // 16, num_stages=3,
-            enable_fp_fusion=False)
-        _head_merge_kernel[(n,)](
-            top, total, logit, best, best_id, mine(tokens), mine(logprobs), mine(lse), V, tiles, VTILE,
-            triton.next_power_of_2(tiles), sampling, num_warps=4, enable_fp_fusion=False)
+        picked = new(n, tiles * VTILE) if drawing else new(n).fill_(torch.nan)
+        target = None if drawing else tokens[part]
+        name = (seed, keys[part], positions[part]) if drawing else (None,) * 3
+        launch_head(head_kernel, hidden[part], w, inv_temp, target, tops, sums, picked)
+        launch(head_merge_kernel, n, tops, sums, picked, noise, *name, tokens[part], logprobs[part],
+               lse[part], V, tiles, VTILE, triton.next_power_of_2(tiles), num_warps=4)
     return tokens, logprobs, lse
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    CHUNK = 1024  # tokens whose logits exist at once in the backward pass: 0.6 GB of FP32 at V = 151,936
-
-    @staticmethod
-    def forward(ctx, hidden, head, targets, inv_temp):
-        forward = _head_gpu if use_kernels(hidden) else head_ref
-        _, logprobs, lse = forward(hidden, head.data, inv_temp, targets)
-        ctx.head = head
-        ctx.save_for_backward(hidden, targets, inv_temp, lse)
-        return logprobs
-
-    @staticmethod
-    def backward(ctx, grad):
-        (hidden, targets, inv_temp, lse), w = ctx.saved_tensors, ctx.head.data
-        dhidden, grad = torch.empty_like(hidden), grad.contiguous()
-        for i in range(0, len(hidden), _TokenLogprobs.CHUNK):
-            rows = slice(i, i + _TokenLogprobs.CHUNK)
-            dlogits = _dlogits(hidden[rows], w, targets[rows], inv_temp, lse[rows], grad[rows])
-            dhidden[rows] = _mm32(dlogits, w)
-            _add_mm32(ctx.head.gradient(), dlogits.t(), hidden[rows])
-        return dhidden, None, None, None
+def dlogits_reference(hidden, w, inv_temp, targets, lse, grad):
+    return ((F.one_hot(targets, len(w)) - (hidden.float() @ w.float().t() * inv_temp - lse[:, None]).exp())
+            * (grad[:, None] * inv_temp)).to(hidden.dtype)
 
 
-def _mm32(a, b):
+@jit(do_not_specialize=["T"])
+def dlogits_kernel(x, w, inv_temp, targets, lse, grad, out, T, V: tl.constexpr, C: tl.constexpr,
+                   TILES: tl.constexpr, ROWS: tl.constexpr, VTILE: tl.constexpr, STEP: tl.constexpr):
+    """One program: a tile of logits once more, and in its place the gradient, which alone is stored."""
+    logits, tile, row, col = logits_tile(x, w, inv_temp, T, V, C, ROWS, VTILE, STEP)
+    used = row < T
+    log_sum = tl.load(lse + row, mask=used, other=0)
+    scale = tl.load(grad + row, mask=used, other=0) * tl.load(inv_temp)
+    target = tl.load(targets + row, mask=used, other=-1)
+    onehot = (col[None, :] == target[:, None]).to(tl.float32)
+    dlogits = (onehot - tl.exp(logits - log_sum[:, None])) * scale[:, None]
+    out += row.to(tl.int64)[:, None] * V + col[None, :]
+    tl.store(out, dlogits.to(out.dtype.element_ty), mask=used[:, None] & (col < V)[None, :])
+
+
+def dlogits(hidden, w, inv_temp, targets, lse, grad):
+    """d loss / d(hidden w^T), (T,V) in hidden.dtype: (onehot - softmax) * grad / temperature."""
+    if not use_kernels(hidden):
+        return dlogits_reference(hidden, w, inv_temp, targets, lse, grad)
+    out = torch.empty(len(hidden), len(w), dtype=hidden.dtype, device=hidden.device)
+    launch_head(dlogits_kernel, hidden, w, inv_temp, targets, lse, grad, out)
+    return out
+
+
+def mm32(a, b):
     """a @ b with an FP32 result; the GPU multiplies the BF16 operands as they are, the CPU in FP32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
-def _add_mm32(out, a, b):
+def add_mm32(out, a, b):
     """out += a @ b in FP32, in place: the gradient of a large head is gigabytes, too much for a temporary."""
     if a.is_cuda:
         torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
@@ -1838,32 +1884,27 @@ def _add_mm32(out, a, b):
         out.addmm_(a.float(), b.float())
 
 
-@jit
-def _dlogits_kernel(
-    logit_ptr, target_ptr, inv_temp_ptr, lse_ptr, grad_ptr, out_ptr,      # pointers
-    V: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """One program: BLOCK columns of one token, FP32 logits in, rounded gradients out; see `_dlogits`."""
-    t, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inv_temp = tl.load(inv_temp_ptr)
-    p = tl.exp(tl.load(logit_ptr + t * V + col, mask=col < V, other=0) * inv_temp - tl.load(lse_ptr + t))
-    onehot = (col == tl.load(target_ptr + t)).to(tl.float32)
-    out = (onehot - p) * (tl.load(grad_ptr + t) * inv_temp)
-    tl.store(out_ptr + t * V + col, out.to(out_ptr.dtype.element_ty), mask=col < V)
+class TokenLogprobsFunction(torch.autograd.Function):
+    CHUNK = 2048  # tokens whose gradient of logits exists at once: 0.6 GB of BF16 at V = 151,936
 
+    @staticmethod
+    def forward(ctx, hidden, head, targets, inv_temp):
+        _, logprobs, lse = head_forward(hidden, head.data, inv_temp, targets)
+        ctx.head = head
+        ctx.save_for_backward(hidden, targets, inv_temp, lse)
+        return logprobs
 
-def _dlogits(hidden, w, targets, inv_temp, lse, grad):
-    """d loss / d(hidden w^T), rounded to hidden.dtype for the two products that follow: (onehot - softmax)
-    * g / temp."""
-    logits = _mm32(hidden, w.t())
-    if not use_kernels(hidden):
-        p = (logits * inv_temp - lse[:, None]).exp()
-        onehot = F.one_hot(targets, len(w))
-        return ((onehot - p) * (grad[:, None] * inv_temp)).to(hidden.dtype)
-    out = torch.empty_like(logits, dtype=hidden.dtype)
-    _dlogits_kernel[(len(out), triton.cdiv(len(w), 2048))](
-        logits, targets, inv_temp, lse, grad, out, len(w), 2048, num_warps=8, enable_fp_fusion=False)
-    return out
+    @staticmethod
+    def backward(ctx, grad):
+        (hidden, targets, inv_temp, lse), w = ctx.saved_tensors, ctx.head.data
+        hidden, targets, grad = hidden.contiguous(), targets.contiguous(), grad.contiguous()
+        dhidden = torch.empty_like(hidden)
+        for i in range(0, len(hidden), TokenLogprobsFunction.CHUNK):
+            rows = slice(i, i + TokenLogprobsFunction.CHUNK)
+            d = dlogits(hidden[rows], w, inv_temp, targets[rows], lse[rows], grad[rows])
+            dhidden[rows] = mm32(d, w)
+            add_mm32(ctx.head.gradient(), d.t(), hidden[rows])
+        return dhidden, None, None, None
 
 
 def token_logprobs(hidden, head, targets, inv_temp):
@@ -1872,7 +1913,7 @@ def token_logprobs(hidden, head, targets, inv_temp):
 
     inv_temp: FP32 (1,) on the device, 1/temperature made on the host: a product has one rounding on every
     machine. """
-    return _TokenLogprobs.apply(hidden, head, targets, inv_temp)
+    return TokenLogprobsFunction.apply(hidden, head, targets, inv_temp)
 
 
 @torch.no_grad()
@@ -1882,53 +1923,52 @@ def sample(hidden, head, inv_temp, noise, seed, keys, positions):
     hidden (B,C); noise (1,) FP32: 1, or 0 for the most likely token; seed (1,) int64; keys (B,) int64 name
     the sequence and positions (B,) int32 the token: the noise depends on these three and the vocabulary id,
     not on slot or batch. """
-    forward = _head_gpu if use_kernels(hidden) else head_ref
-    return forward(hidden, head.data, inv_temp, None, noise, seed, keys, positions)[:2]
+    return head_forward(hidden, head.data, inv_temp, None, noise, seed, keys, positions)[:2]
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Embedding
 
-def embed_backward_ref(dx, tokens, grad):
-    """Reference. grad[tokens[t]] += dx[t] in FP32, t ascending (on a GPU index_add_ has no fixed order)."""
+def embed_backward_reference(dx, tokens, grad):
+    """grad[tokens[t]] += dx[t] in FP32, t ascending (on a GPU index_add_ has no fixed order)."""
     grad.index_add_(0, tokens, dx.float())
 
 
 @jit(do_not_specialize=["T"])
-def _embed_backward_kernel(
-    dx_ptr, sorted_ptr, order_ptr, grad_ptr,                # pointers: (T,C), (T,), (T,), (V,C)
-    T,
-    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):
-    """Program (i, j): if sorted place i is the first of its token id, columns j of that id's whole sum.
+def embed_backward_kernel(dx, sorted_ids, order, grad, T,
+                          C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """If sorted place i is the first of its token id: BLOCK columns of that id's whole sum.
 
     The sort is stable, so an id's rows come in token order, ROWS at a time; each row of grad has one writer.
     """
-    i, col = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(sorted_ptr + i)
-    first = token != tl.load(sorted_ptr + i - 1, mask=i > 0, other=-1)
+    blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    i, col = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(sorted_ids + i)
+    first = token != tl.load(sorted_ids + i - 1, mask=i > 0, other=-1)
     total, more, begin = tl.zeros((BLOCK,), tl.float32), first, i
     while more:
         row = begin + tl.arange(0, ROWS)
-        same = tl.load(sorted_ptr + row, mask=row < T, other=-1) == token
-        source = tl.load(order_ptr + row, mask=same, other=0)
+        same = tl.load(sorted_ids + row, mask=row < T, other=-1) == token
+        source = tl.load(order + row, mask=same, other=0)
         mask = same[:, None] & (col < C)[None, :]
-        rows = tl.load(dx_ptr + source[:, None] * C + col[None, :], mask=mask, other=0)
+        rows = tl.load(dx + source[:, None] * C + col[None, :], mask=mask, other=0)
         total += tl.sum(rows.to(tl.float32), 0)
         begin += ROWS
-        more = tl.load(sorted_ptr + begin, mask=begin < T, other=-1) == token
-    at, mask = grad_ptr + token * C + col, tl.where(first, col, C) < C
+        more = tl.load(sorted_ids + begin, mask=begin < T, other=-1) == token
+    at, mask = grad + token * C + col, tl.where(first, col, C) < C
     tl.store(at, tl.load(at, mask=mask, other=0) + total, mask=mask)
 
 
-def _embed_backward_gpu(dx, tokens, grad):
+def embed_backward(dx, tokens, grad):
+    if not use_kernels(dx):
+        return embed_backward_reference(dx, tokens, grad)
     (T, C), (ids, order) = dx.shape, tokens.sort(stable=True)
     if T:
-        _embed_backward_kernel[(T, triton.cdiv(C, 512))](dx, ids, order, grad, T, C, 512, 16, num_warps=4,
-                                                         enable_fp_fusion=False)
+        launch(embed_backward_kernel, T * triton.cdiv(C, 512), dx, ids, order, grad, T, C, 512, 16,
+               num_warps=4)
 
 
-class _Embed(torch.autograd.Function):
+class EmbedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, data, tokens, w):
@@ -1938,12 +1978,11 @@ class _Embed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
-        backward = _embed_backward_gpu if use_kernels(dx) else embed_backward_ref
-        backward(dx.contiguous(), *ctx.saved_tensors, ctx.w.gradient())
+        embed_backward(dx.contiguous(), *ctx.saved_tensors, ctx.w.gradient())
         return None, None, None
 
 
 def embed(tokens, w):
     """Rows of w: tokens (T,) int64, w Weight (V,C) -> (T,C), which requires grad: the graph starts here."""
     # torch records an operation only if one of its inputs requires grad
-    return _Embed.apply(w.data.detach().requires_grad_(), tokens, w)
+    return EmbedFunction.apply(w.data.detach().requires_grad_(), tokens, w)

@@ -61,6 +61,7 @@ class Config:
     difficulty: int = opt(None, "for generated tasks: number of terms, which sets the length of a solution")
     digits: int = opt(None, "for --task=sum: digits of a term")
     precision: str = opt("fp8", "bf16, fp8-rollout (only the sampler in FP8) or fp8 (one FP8 flow for both)")
+    kv: str = opt("bf16", "keys and values, of sampler and trainer alike: bf16, or fp8 (half the cache)")
     device: str = opt("", "cuda or cpu; empty: cuda if there is one")
     seed: int = opt(0, "seed of weights, problems and samples")
     layers: int = opt(None, "layers of the small model")
@@ -163,8 +164,8 @@ def check(cfg):
     """Refuse, in seconds and before anything is loaded, what cannot work."""
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("--device=cuda, but torch sees no CUDA device: check the driver, or use the CPU")
-    choices = {"task": grpo.TASKS, "precision": model_file.PRECISIONS, "exact": ("", "stop", "warn", "off"),
-               "states": STATES, "loss_mean": ("token", "completion")}
+    choices = {"task": grpo.TASKS, "precision": model_file.PRECISIONS, "kv": model_file.KV_TYPES,
+               "exact": ("", "stop", "warn", "off"), "states": STATES, "loss_mean": ("token", "completion")}
     for name, allowed in choices.items():
         if getattr(cfg, name) not in allowed:
             choice = ", ".join(filter(None, allowed))
@@ -441,7 +442,7 @@ class Run:
         tensors = model_file.read_tensors(folder, config) if cfg.model else None
         if self.ranks.rank == 0:
             self.prepare_folder()
-        self.model = Transformer(config, cfg.precision, self.device, seed=None)
+        self.model = Transformer(config, cfg.precision, self.device, seed=None, kv=cfg.kv)
         self.model.recompute = cfg.recompute
         # The file, or the generator of random weights, is read twice: for what the forward pass reads and for
         # the FP32 masters. The model alone never holds more than its own precision.
@@ -450,7 +451,7 @@ class Run:
         self.model.load(tensors or first())
         self.optimizer = fp8.AdamW(self.model.weights(), (cfg.beta1, cfg.beta2), 1e-8, cfg.weight_decay,
                                    decay=lambda name: not name.endswith(("norm", "bias")),
-                                   **({} if cfg.states == "fp32" else {"states": STATES[cfg.states]}))
+                                   states=STATES[cfg.states])
         self.optimizer.load(first())
         self.sampler = Sampler(self.model, verbose=True)
         self.inv_temp = torch.tensor([1.0 / cfg.temperature], device=self.device)
@@ -637,7 +638,8 @@ class Run:
         if self.reference is None:
             start = os.path.join(self.cfg.out, "start")
             folder = self.cfg.model if self.cfg.model and not self.cfg.sft_steps else start
-            self.reference = Transformer.from_pretrained(folder, self.cfg.precision, self.device)
+            self.reference = Transformer.from_pretrained(folder, self.cfg.precision, self.device,
+                                                         kv=self.cfg.kv)
         return self.reference
 
     def check_exact(self, batch, trainer):
@@ -893,7 +895,8 @@ def header(run):
               f"{cfg.model or 'a toy size'} runs on the CPU, FP8 by its torch reference: exact, and slow")
     count = sum(w.shape.numel() for w in run.model.weights().values())
     print(f"{c.model_type}, {count / 1e6:.1f}M parameters, {c.num_hidden_layers} layers of {c.hidden_size}, "
-          f"vocabulary {c.vocab_size} | precision {cfg.precision}, exact={run.exact} | run folder {cfg.out}")
+          f"vocabulary {c.vocab_size} | precision {cfg.precision}, kv {cfg.kv}, exact={run.exact} | "
+          f"run folder {cfg.out}")
     if cuda:
         need, room = SPARE + sum(run.parts.values()), torch.cuda.mem_get_info(run.device)[1]
         print(f"memory of an update, GiB: {gib(run.parts)}: with CUDA's own {need / 2**30:.1f} of "
@@ -916,7 +919,7 @@ def plan(run):
         tokens = completions * run.longest
         # Half of what an H200 can do: in an update by its operations, in a decode step by the bytes it reads.
         update = tokens * count * (8 if cfg.recompute else 6) / (0.5 * 800e12)
-        pages = 4 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * tokens / 2
+        pages = (2 if cfg.kv == "fp8" else 4) * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * tokens / 2
         steps = max(1, completions / 256) * cfg.max_new_tokens
         rollout = steps * max((parts["weights"] + pages / max(1, completions / 256)) / 2.4e12, 1e-3)
         print(f"      at most about {rollout + update:.0f} s a step: rollout {rollout:.0f}, update "
