@@ -27,7 +27,6 @@ import json
 import math
 import os
 import random
-import statistics
 import sys
 import time
 
@@ -789,8 +788,8 @@ def loss_of(model, pairs, inv_temp, total):
     return grpo.policy_loss(logp, logp.detach(), advantage, total)[0]
 
 
-def timed(parts, repeats=3):
-    """Seconds of each of the callables `parts`, which run in turn: medians, gaps of the host included."""
+def timed(parts, repeats=2):
+    """Seconds of each of the callables `parts`, which run in turn, gaps of the host included: the fastest of a few."""
     runs = []
     for _ in range(1 + repeats):                     # the first run compiles and takes its memory
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
@@ -801,7 +800,7 @@ def timed(parts, repeats=3):
             event.record()
         events[-1].synchronize()
         runs.append([a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])])
-    return [statistics.median(x) for x in zip(*runs[1:])]
+    return [min(x) for x in zip(*runs[1:])]
 
 
 def update_seconds(model, optimizer, count, length):

@@ -919,9 +919,10 @@ def plan(run):
         tokens = completions * run.longest
         # Half of what an H200 can do: in an update by its operations, in a decode step by the bytes it reads.
         update = tokens * count * (8 if cfg.recompute else 6) / (0.5 * 800e12)
-        pages = (2 if cfg.kv == "fp8" else 4) * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * tokens / 2
-        steps = max(1, completions / 256) * cfg.max_new_tokens
-        rollout = steps * max((parts["weights"] + pages / max(1, completions / 256)) / 2.4e12, 1e-3)
+        pages = (2 if cfg.kv == "fp8" else 4) * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+        waves = max(1, completions / 256)
+        step = (parts["weights"] + pages * tokens / 2 / waves) / (0.5 * 4.8e12)
+        rollout = waves * cfg.max_new_tokens * max(step, 1e-3)
         print(f"      at most about {rollout + update:.0f} s a step: rollout {rollout:.0f}, update "
               f"{update:.0f} (on an H200, if every completion takes its full length)")
 
