@@ -789,7 +789,7 @@ def loss_of(model, pairs, inv_temp, total):
 
 
 def timed(parts, repeats=2):
-    """Seconds of each of the callables `parts`, which run in turn, gaps of the host included: the fastest of a few."""
+    """Seconds of each of the callables `parts`, which run in turn: the least of a few, gaps included."""
     runs = []
     for _ in range(1 + repeats):                     # the first run compiles and takes its memory
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
