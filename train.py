@@ -271,9 +271,10 @@ def memory(c, cfg, tokens):
     # layer that is run again only its input stays, as two summands.
     layer = 2 * (2 * C + 2 * qkv + o + 2 * F)
     kept = 4 * C if cfg.recompute else layer
-    # The larger of what the head needs at its end, a chunk's logits in FP32 and their gradient in BF16, and
-    # what the backward pass of a layer holds beside what was kept: gradients, codes in both directions.
-    work = max(1024 * 6 * c.vocab_size + tokens * 12 * C, tokens * (8 * F + layer * cfg.recompute))
+    # The larger of what the head needs, a chunk's gradient of the logits among it, and what the backward pass
+    # of a layer holds beside what was kept: gradients, codes in both directions.
+    chunk = 2 * model_file.TokenLogprobsFunction.CHUNK * c.vocab_size
+    work = max(chunk + tokens * 12 * C, tokens * (8 * F + layer * cfg.recompute))
     return {"weights": weights * (1 + (cfg.kl > 0)),
             "masters and moments": 3 * STATES[cfg.states].itemsize * (matrices + tables) - shared,
             "gradients": 4 * (matrices + tables),
