@@ -1024,8 +1024,8 @@ class Packing:
     """Where B sequences lie in T packed tokens. Made by `pack`; every tensor is int32 on the model's device.
 
     positions (T,) in the token's own sequence; starts (B+1,) row offsets; tiles (N, 4): one row for each
-    attention tile of `rows` queries, (first packed row of the sequence, first query in the sequence,
-    length, 0). """
+    attention tile of `rows` queries, (first packed row of the sequence, first query in the sequence, length,
+    first row of the sequence where each is padded to whole tiles, N * rows in all). """
 
     def __init__(self, lengths, device):
         # 128 rows fill a Hopper tile (8 warps). The CPU computes whole padded tiles, decode included: 16
@@ -1038,7 +1038,8 @@ class Packing:
         count = (lengths + self.rows - 1) // self.rows
         owner = torch.arange(len(lengths)).repeat_interleave(count)
         first = (torch.arange(len(owner)) - (count.cumsum(0) - count)[owner]) * self.rows
-        tiles = torch.stack([starts[owner], first, lengths[owner], torch.zeros_like(owner)], dim=1)
+        padded = (count.cumsum(0) - count) * self.rows
+        tiles = torch.stack([starts[owner], first, lengths[owner], padded[owner]], dim=1)
         # Causal work grows with `first`: the longest tiles start first, so that the last ones to finish are
         # short.
         tiles = tiles[first.argsort(descending=True, stable=True)]
@@ -1068,15 +1069,15 @@ def rope_table(config, length, device):
 
 
 def empty_cache(pages, G, D, fp8_kv, dtype, device):
-    """A layer's cache: k, v (pages, G, PAGE, D), zeros; in FP8 codes, and their BF16 scales (pages, G, PAGE)
+    """A layer's cache: k, v (pages, G, PAGE, D), zeros; in FP8 codes, and their FP32 scales (pages, G, PAGE)
     twice. What one decode program reads of a page, the keys or values of one head, lies side by side."""
     zeros = lambda *shape, dtype: torch.zeros(pages, G, PAGE, *shape, dtype=dtype, device=device)
     values = [zeros(D, dtype=fp8.E4M3 if fp8_kv else dtype) for _ in "kv"]
-    return *values, *(zeros(dtype=torch.bfloat16) for _ in "kv" if fp8_kv)
+    return *values, *(zeros(dtype=torch.float32) for _ in "kv" if fp8_kv)
 
 
 def quantize_heads_reference(x):
-    """x (T, G, D) -> E4M3 codes (T, G, D), BF16 scales (T, G), and codes * scales in x.dtype: (T, G, D).
+    """x (T, G, D) -> E4M3 codes (T, G, D), FP32 scales (T, G), and codes * scales in x.dtype: (T, G, D).
 
     A scale is that of fp8.py, amax/448, rounded up to a power of two: then the product has no rounding of its
     own, and attention over codes has the bits of attention over BF16. NaN and Inf stay in the scale.
@@ -1085,7 +1086,7 @@ def quantize_heads_reference(x):
     power = (scale.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)
     scale = torch.where(scale < torch.inf, power, scale)
     codes = (x.float() / scale).clamp(-fp8.E4M3_MAX, fp8.E4M3_MAX).to(fp8.E4M3)
-    return codes, scale[:, :, 0].bfloat16(), (codes.float() * scale).to(x.dtype)
+    return codes, scale[:, :, 0], (codes.float() * scale).to(x.dtype)
 
 
 def write_pages_reference(values, cache, slots):
@@ -1200,8 +1201,8 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
         store_halves(k_pages + place * D, code_lo, code_hi, is_k, D)
         store_halves(v_pages + (place - G * PAGE) * D, code_lo, code_hi, is_v, D)
         if k_scales is not None:
-            tl.store(k_scales + place, scale.to(tl.bfloat16), mask=is_k)
-            tl.store(v_scales + place - G * PAGE, scale.to(tl.bfloat16), mask=is_v)
+            tl.store(k_scales + place, scale, mask=is_k)
+            tl.store(v_scales + place - G * PAGE, scale, mask=is_v)
 
 
 @jit(do_not_specialize=["T"])
@@ -1414,13 +1415,19 @@ def attention_backward_reference(do, q, k, v, packing):
 
 
 @jit
-def softmax_step(scores, seen, v, top, total, acc, SCALE: tl.constexpr):
-    """One page of keys: scores (rows, PAGE) FP32, unscaled. The trainer's tile and the decode tile both
-    call this.
+def load_tile(tiles, i):
+    """Row i of Packing.tiles."""
+    at = tiles + i * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@jit
+def softmax_step(scores, v, top, total, acc, SCALE: tl.constexpr):
+    """One page of keys: scores (rows, PAGE) FP32, unscaled, -inf where masked. The trainer's tile and the
+    decode tile both call this.
 
     In units of log2: top is the running maximum, total the sum of 2^(score - top), acc (rows, D) that sum
     times v. """
-    scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) * SCALE)
     p = tl.exp2(tl.fma(scores, SCALE, -new_top[:, None]))
     fade = tl.exp2(top - new_top)  # exactly 1 where the page changed nothing, 0 at the first page
@@ -1429,42 +1436,37 @@ def softmax_step(scores, seen, v, top, total, acc, SCALE: tl.constexpr):
     return new_top, total, acc
 
 
-@jit(do_not_specialize=["T"])
-def attention_kernel(
-    q_ptr, k_ptr, v_ptr, tile_ptr, o_ptr, lse_ptr,          # pointers
-    T,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """One program: ROWS queries of one sequence and head. lse (H,T) = log2 of the softmax denominator, for
-    backward.
+@jit(do_not_specialize=["R"])
+def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                     SCALE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr):
+    """One program: ROWS queries of one sequence and head. k_tiles, v_tiles: (T, G*D), read by TMA in tiles of
+    PAGE keys. lse (H, R) = log2 of the softmax denominator, for backward; its sequences are padded with +inf.
 
-    Heads are fastest in the grid: those that share keys run side by side and find them in the L2 cache.
+    The last page of a sequence may hold rows of the next one: keys that come later than every query, so they
+    are masked as such. Heads are fastest in the grid: those that share keys run side by side and find them in
+    the L2 cache.
     """
     tile, h = tl.program_id(0) // H, tl.program_id(0) % H
-    start = tl.load(tile_ptr + tile * 4).to(tl.int64)
-    first, length = tl.load(tile_ptr + tile * 4 + 1), tl.load(tile_ptr + tile * 4 + 2)
-    row, col, d = first + tl.arange(0, ROWS), tl.arange(0, PAGE), tl.arange(0, D)[None, :]
+    start, first, length, padded = load_tile(tiles, tile)
+    row = first + tl.arange(0, ROWS)
     inside = row < length
     # A 64-bit base and 32-bit places in the tile: a table of 64-bit pointers would cost the registers.
-    at = start * (H * D) + first * (H * D) + h * D
-    place = tl.arange(0, ROWS)[:, None] * (H * D) + d
-    kv_at, kv_place = start * (G * D) + (h // (H // G)) * D, col[:, None] * (G * D) + d
-    q = tl.load(q_ptr + at + place, mask=inside[:, None], other=0)
+    at = (start + first).to(tl.int64) * (H * D) + h * D
+    place = tl.arange(0, ROWS)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+    query = tl.load(q + at + place, mask=inside[:, None], other=0)
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, D), tl.float32)
     for begin in range(0, tl.minimum(first + ROWS, length), PAGE):
-        key = begin + col
-        valid = key < length
-        k = tl.load(k_ptr + kv_at + kv_place, mask=valid[:, None], other=0)
-        v = tl.load(v_ptr + kv_at + kv_place, mask=valid[:, None], other=0)
-        kv_at += PAGE * G * D
-        # Masked even where all keys are seen: one code for all pages, so one order for all rows.
-        seen = (key[None, :] <= row[:, None]) & valid[None, :]
-        top, total, acc = softmax_step(tl.dot(q, tl.trans(k)), seen, v, top, total, acc, SCALE)
+        k = k_tiles.load([start + begin, h // (H // G) * D])
+        v = v_tiles.load([start + begin, h // (H // G) * D])
+        scores = tl.dot(query, tl.trans(k))
+        if begin + PAGE > first + 1:  # elsewhere all keys are seen; without contraction the bits are the same
+            key = begin + tl.arange(0, PAGE)
+            scores = tl.where(key[None, :] <= row[:, None], scores, float("-inf"))
+        top, total, acc = softmax_step(scores, v, top, total, acc, SCALE)
     acc = acc * tl.div_rn(1.0, total)[:, None]
-    tl.store(o_ptr + at + place, acc.to(o_ptr.dtype.element_ty), mask=inside[:, None])
-    tl.store(lse_ptr + h.to(tl.int64) * T + start + row, top + tl.log2(total), mask=inside)
+    tl.store(o + at + place, acc.to(o.dtype.element_ty), mask=inside[:, None])
+    tl.store(lse + h.to(tl.int64) * R + padded + row, tl.where(inside, top + tl.log2(total), float("inf")))
 
 
 @jit(do_not_specialize=["max_pages"])
@@ -1492,12 +1494,13 @@ def paged_attention_kernel(q, k_pages, v_pages, k_scales, v_scales, table, lengt
         k = tl.load(k_pages + at_page * D + place[:, None] * D + d, mask=valid[:, None], other=0)
         v = tl.load(v_pages + at_page * D + place[:, None] * D + d, mask=valid[:, None], other=0)
         if k_scales is not None:  # the pages arrive as bytes: a masked load has no 0 in FP8
-            k_scale = tl.load(k_scales + at_page + place, mask=valid, other=0).to(tl.float32)
-            v_scale = tl.load(v_scales + at_page + place, mask=valid, other=0).to(tl.float32)
+            k_scale = tl.load(k_scales + at_page + place, mask=valid, other=0)
+            v_scale = tl.load(v_scales + at_page + place, mask=valid, other=0)
             # Exact: a power of two times a code is a BF16 number.
             k = (k.to(tl.float8e4nv, bitcast=True).to(tl.float32) * k_scale[:, None]).to(query.dtype)
             v = (v.to(tl.float8e4nv, bitcast=True).to(tl.float32) * v_scale[:, None]).to(query.dtype)
-        top, total, acc = softmax_step(tl.dot(query, tl.trans(k)), valid[None, :], v, top, total, acc, SCALE)
+        scores = tl.where(valid[None, :], tl.dot(query, tl.trans(k)), float("-inf"))
+        top, total, acc = softmax_step(scores, v, top, total, acc, SCALE)
     total = tl.where(length > 0, total, 1.0)                              # an idle slot: zeros, not 0/0
     acc = acc * tl.div_rn(1.0, total)[:, None]
     tl.store(o + at, acc.to(o.dtype.element_ty), mask=used)
@@ -1513,128 +1516,111 @@ def check_bf16(x, what):
         raise ValueError(f"{what} is {x.dtype}: the GPU kernels take torch.bfloat16; use a CPU for others")
 
 
+def tiles_of(x, rows):
+    """x (T, heads, D) for TMA, which reads (rows, D) tiles of one head; what lies beyond T reads as zeros."""
+    T, heads, D = x.shape
+    return TensorDescriptor.from_tensor(x.view(T, heads * D), [rows, D])
+
+
 def attention_forward(q, k, v, packing):
-    """-> o (T,H,D), lse (H,T). Measured to give equal bits: 128 rows x 8 warps, 64 x 4, and 16 x 1
-    (decode)."""
+    """-> o (T, H, D), and lse (H, R) on a GPU. Measured to give equal bits: 128 rows x 8 or 4 warps, 64 x 4,
+    16 x 1."""
     if not use_kernels(q):
         return attention_reference(q, k, v, packing), None
-    (T, H, D), G, rows = q.shape, k.shape[1], packing.rows
+    (_, H, D), G, rows = q.shape, k.shape[1], packing.rows
     check_head_size(D), check_bf16(q, "attention's q")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    o, lse = torch.empty_like(q), torch.empty(H, T, device=q.device)
-    attention_kernel[(len(packing.tiles) * H,)](
-        q, k, v, packing.tiles, o, lse, T, H, G, D, D ** -0.5 * LOG2E, PAGE, rows,
-        num_warps=rows // 16, num_stages=2 if D > 128 else 3, enable_fp_fusion=False)
+    o, lse = torch.empty_like(q), torch.empty(H, len(packing.tiles) * rows, device=q.device)
+    launch(attention_kernel, len(packing.tiles) * H, q, tiles_of(k, PAGE), tiles_of(v, PAGE), packing.tiles,
+           o, lse, lse.shape[1], H, G, D, D ** -0.5 * LOG2E, PAGE, rows, num_warps=rows // 16,
+           num_stages=2 if D > 128 else 3)
     return o, lse
 
 
-@jit(do_not_specialize=["T"])
-def attention_delta_kernel(
-    do_ptr, o_ptr, delta_ptr, T, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-):
-    """delta (H,T) = sum over D of do * o: what the softmax's gradient subtracts. One program: ROWS tokens
-    of a head."""
-    t, h = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    at, mask = t[:, None] * (H * D) + h * D + tl.arange(0, D)[None, :], (t < T)[:, None]
-    do, o = tl.load(do_ptr + at, mask=mask, other=0), tl.load(o_ptr + at, mask=mask, other=0)
-    tl.store(delta_ptr + h.to(tl.int64) * T + t, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1), mask=t < T)
+@jit(do_not_specialize=["R"])
+def attention_dq_kernel(q, k_tiles, v_tiles, o, do, lse, delta, tiles, dq, R, H: tl.constexpr,
+                        G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DQ_SCALE: tl.constexpr,
+                        ROWS: tl.constexpr, STEP: tl.constexpr):
+    """One program: ROWS queries of one head, over their keys in ascending order: the forward pass's walk
+    again. On the way, delta (H, R) = sum over D of do * o: what the softmax's gradient subtracts."""
+    tile, h = tl.program_id(0) // H, tl.program_id(0) % H
+    start, first, length, padded = load_tile(tiles, tile)
+    row = first + tl.arange(0, ROWS)
+    inside = row < length
+    at = (start + first).to(tl.int64) * (H * D) + h * D
+    place = tl.arange(0, ROWS)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+    query = tl.load(q + at + place, mask=inside[:, None], other=0)
+    grad = tl.load(do + at + place, mask=inside[:, None], other=0)
+    out = tl.load(o + at + place, mask=inside[:, None], other=0)
+    row_delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(delta + h.to(tl.int64) * R + padded + row, row_delta)
+    row_lse = tl.load(lse + h.to(tl.int64) * R + padded + row)
+    acc = tl.zeros((ROWS, D), tl.float32)
+    for begin in range(0, tl.minimum(first + ROWS, length), STEP):
+        k = k_tiles.load([start + begin, h // (H // G) * D])
+        v = v_tiles.load([start + begin, h // (H // G) * D])
+        p = tl.exp2(tl.fma(tl.dot(query, tl.trans(k)), SCALE, -row_lse[:, None]))
+        if begin + STEP > first + 1:
+            key = begin + tl.arange(0, STEP)
+            p = tl.where(key[None, :] <= row[:, None], p, 0.0)
+        ds = p * (tl.dot(grad, tl.trans(v)) - row_delta[:, None])
+        acc = tl.dot(ds.to(k.dtype), k, acc)
+    tl.store(dq + at + place, (acc * DQ_SCALE).to(dq.dtype.element_ty), mask=inside[:, None])
 
 
-@jit(do_not_specialize=["T"])
-def attention_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tile_ptr, dk_ptr, dv_ptr,      # pointers
-    T,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DK_SCALE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr,
-):
+@jit(do_not_specialize=["R"])
+def attention_dkv_kernel(q_tiles, k_tiles, v_tiles, do_tiles, lse, delta, tiles, dk, dv, R, H: tl.constexpr,
+                         G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DK_SCALE: tl.constexpr,
+                         ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr):
     """One program: KEYS keys of one group. It walks the group's heads and their queries, STEP at a time, in
     ascending order, and alone writes dk and dv: no atomics, one order. Everything is held transposed,
-    (keys, queries)."""
+    (keys, queries). lse, delta: (H * R,), by TMA; +inf makes p = 0 where a sequence is padded."""
     g, sub = tl.program_id(0) % G, tl.program_id(0) // G % (ROWS // KEYS)
-    tile_at = tile_ptr + tl.program_id(0) // (G * (ROWS // KEYS)) * 4
-    start = tl.load(tile_at).to(tl.int64)
-    first, length = tl.load(tile_at + 1), tl.load(tile_at + 2)
+    tile = tl.program_id(0) // (G * (ROWS // KEYS))
+    start, first, length, padded = load_tile(tiles, tile)
     # Early keys are seen by the most queries: mirror the table, whose longest query tiles come first.
     first = tl.cdiv(length, ROWS) * ROWS - ROWS - first + sub * KEYS
-    key, d = first + tl.arange(0, KEYS), tl.arange(0, D)[None, :]
-    kv_at, valid = (start + key)[:, None] * (G * D) + g * D + d, (key < length)[:, None]
-    query = tl.arange(0, STEP)
-    place = query[:, None] * (H * D) + d
-    k = tl.load(k_ptr + kv_at, mask=valid, other=0)
-    v = tl.load(v_ptr + kv_at, mask=valid, other=0)
-    dk, dv = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)
+    k = k_tiles.load([start + first, g * D])
+    v = v_tiles.load([start + first, g * D])
+    key, query = first + tl.arange(0, KEYS), tl.arange(0, STEP)
+    dk_acc, dv_acc = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)
     begin, h = first // STEP * STEP, g * (H // G)
     for _ in range(tl.maximum(tl.cdiv(length - begin, STEP), 0) * (H // G)):
-        row = begin + query
-        inside = row < length
-        at = (start + begin) * (H * D) + h * D
-        q = tl.load(q_ptr + at + place, mask=inside[:, None], other=0)
-        do = tl.load(do_ptr + at + place, mask=inside[:, None], other=0)
-        lse = tl.load(lse_ptr + h.to(tl.int64) * T + start + row, mask=inside, other=float("inf"))
-        delta = tl.load(delta_ptr + h.to(tl.int64) * T + start + row, mask=inside, other=0)
-        p = tl.exp2(tl.fma(tl.dot(k, tl.trans(q)), SCALE, -lse[None, :]))
-        p = tl.where(key[:, None] <= row[None, :], p, 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv)
-        ds = p * (tl.dot(v, tl.trans(do)) - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk)
+        q = q_tiles.load([start + begin, h * D])
+        do = do_tiles.load([start + begin, h * D])
+        row_lse = lse.load([h * R + padded + begin])
+        row_delta = delta.load([h * R + padded + begin])
+        p = tl.exp2(tl.fma(tl.dot(k, tl.trans(q)), SCALE, -row_lse[None, :]))
+        p = tl.where(key[:, None] <= begin + query[None, :], p, 0.0)
+        dv_acc = tl.dot(p.to(do.dtype), do, dv_acc)
+        ds = p * (tl.dot(v, tl.trans(do)) - row_delta[None, :])
+        dk_acc = tl.dot(ds.to(q.dtype), q, dk_acc)
         begin += STEP
         h += (begin >= length).to(tl.int32)                               # the next head starts over
         begin = tl.where(begin >= length, first // STEP * STEP, begin)
-    tl.store(dk_ptr + kv_at, (dk * DK_SCALE).to(dk_ptr.dtype.element_ty), mask=valid)
-    tl.store(dv_ptr + kv_at, dv.to(dv_ptr.dtype.element_ty), mask=valid)
-
-
-@jit(do_not_specialize=["T"])
-def attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tile_ptr, dq_ptr,              # pointers
-    T,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DQ_SCALE: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr,
-):
-    """One program: ROWS queries of one head, over their keys in ascending order: the forward pass's walk
-    again."""
-    h, tile_at = tl.program_id(0) % H, tile_ptr + tl.program_id(0) // H * 4
-    start = tl.load(tile_at).to(tl.int64)
-    first, length = tl.load(tile_at + 1), tl.load(tile_at + 2)
-    row, d = first + tl.arange(0, ROWS), tl.arange(0, D)[None, :]
-    inside = row < length
-    at = (start + row)[:, None] * (H * D) + h * D + d
-    q = tl.load(q_ptr + at, mask=inside[:, None], other=0)
-    do = tl.load(do_ptr + at, mask=inside[:, None], other=0)
-    lse = tl.load(lse_ptr + h.to(tl.int64) * T + start + row, mask=inside, other=float("inf"))
-    delta = tl.load(delta_ptr + h.to(tl.int64) * T + start + row, mask=inside, other=0)
-    dq, place = tl.zeros((ROWS, D), tl.float32), tl.arange(0, STEP)[:, None] * (G * D) + d
-    for begin in range(0, tl.minimum(first + ROWS, length), STEP):
-        key = begin + tl.arange(0, STEP)
-        kv_at, valid = (start + begin) * (G * D) + (h // (H // G)) * D, (key < length)[:, None]
-        k = tl.load(k_ptr + kv_at + place, mask=valid, other=0)
-        v = tl.load(v_ptr + kv_at + place, mask=valid, other=0)
-        p = tl.exp2(tl.fma(tl.dot(q, tl.trans(k)), SCALE, -lse[:, None]))
-        p = tl.where(key[None, :] <= row[:, None], p, 0.0)
-        ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq)
-    tl.store(dq_ptr + at, (dq * DQ_SCALE).to(dq_ptr.dtype.element_ty), mask=inside[:, None])
+    at = (start + key).to(tl.int64)[:, None] * (G * D) + g * D + tl.arange(0, D)[None, :]
+    valid = (key < length)[:, None]
+    tl.store(dk + at, (dk_acc * DK_SCALE).to(dk.dtype.element_ty), mask=valid)
+    tl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=valid)
 
 
 def attention_backward(do, q, k, v, o, lse, packing):
     if not use_kernels(q):
         return attention_backward_reference(do, q, k, v, packing)
-    (T, H, D), G, rows, n = q.shape, k.shape[1], packing.rows, len(packing.tiles)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    delta = torch.empty_like(lse)
-    attention_delta_kernel[(triton.cdiv(T, 64), H)](do, o, delta, T, H, D, 64, num_warps=4,
-                                                     enable_fp_fusion=False)
+    (_, H, D), G, rows, tiles = q.shape, k.shape[1], packing.rows, packing.tiles
+    q, k, v, delta = q.contiguous(), k.contiguous(), v.contiguous(), torch.empty_like(lse)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    # Sizes that spill nothing on sm_90 (compiled offline): two (keys, D) sums stay in registers beside k
-    # and v.
-    keys, step = min(rows, 64 if D > 128 else 128), min(rows, 32 if D > 64 else 64)
-    warps = 8 if rows > 64 else 1
-    attention_dkv_kernel[(n * (rows // keys) * G,)](
-        q, k, v, do, lse, delta, packing.tiles, dk, dv, T, H, G, D, D ** -0.5 * LOG2E, D ** -0.5, rows, keys,
-        step, num_warps=warps, num_stages=2, enable_fp_fusion=False)
-    attention_dq_kernel[(n * H,)](
-        q, k, v, do, lse, delta, packing.tiles, dq, T, H, G, D, D ** -0.5 * LOG2E, D ** -0.5, rows,
-        32 if D > 128 else 64, num_warps=warps, num_stages=2, enable_fp_fusion=False)
+    # Two (keys, D) sums stay in registers beside two (keys, queries) products: at head size 128 all 255 are
+    # in use, and a few numbers of the loop's bookkeeping spill.
+    keys, step = min(rows, 64 if D > 128 else 128), min(rows, 32 if D > 128 else 64)
+    options = dict(num_warps=8 if rows > 64 else 1, num_stages=2 if D > 128 else 3)
+    scales = D ** -0.5 * LOG2E, D ** -0.5
+    launch(attention_dq_kernel, len(tiles) * H, q, tiles_of(k, step), tiles_of(v, step), o, do, lse, delta,
+           tiles, dq, lse.shape[1], H, G, D, *scales, rows, step, **options)
+    launch(attention_dkv_kernel, len(tiles) * (rows // keys) * G, tiles_of(q, step), tiles_of(k, keys),
+           tiles_of(v, keys), tiles_of(do, step), *(TensorDescriptor.from_tensor(x.view(-1), [step])
+                                                    for x in (lse, delta)),
+           tiles, dk, dv, lse.shape[1], H, G, D, *scales, rows, keys, step, **options)
     return dq, dk, dv
 
 
