@@ -11,7 +11,7 @@ How a rollout runs, from the inside out:
 1. `Sampler._step` is one decode step for B rows, wholly on the device: current tokens in; next tokens,
    their log-probs and the stop test out. It touches tensors of fixed address only, so on a GPU it is
    captured in a CUDA graph, one for each batch size, and replayed. On a CPU the same function runs eagerly.
-2. The host launches a few steps (STEPS_PER_LOOK), then *looks* once, the only synchronisation: it harvests
+2. The host launches some steps (STEPS_PER_LOOK), then *looks* once, the only synchronisation: it harvests
    the tokens, frees the pages of what has finished, reserves pages for the next steps, admits waiting
    sequences into free rows (prefill) and uploads who sits in which row. A row may change hands at every
    look; so, as a rollout drains, what is left simply moves together into a smaller graph.
@@ -41,7 +41,7 @@ import torch
 from fp8 import jit, launch, tl, triton, use_kernels
 from model import KV_TYPES, PAGE, PRECISIONS, Config, Tokenizer, Transformer, folder_from_name, sample
 
-STEPS_PER_LOOK = 16       # decode steps between two looks: a finished row idles for half of them on average
+STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}   # decode steps: a finished row idles for half of them on average
 PREFILL_TOKENS = 8192     # packed tokens of one prefill call; only a longer single sequence exceeds it
 GROWTH_PAGES = 2          # free pages left to each running sequence when another one is admitted
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512)   # rows of the graphs: a capture each, and idle rows cost little
@@ -175,9 +175,8 @@ class _Sequence:
     def current(self):
         return int(self.tokens[self.count - 1]) if self.count else self.prompt[-1]
 
-    @property
-    def span(self):       # pages up to the last position that the steps before the next look can write
-        return pages_for(min(self.position + STEPS_PER_LOOK, self.end))
+    def span(self, steps):     # pages up to the last position that so many steps can write
+        return pages_for(min(self.position + steps, self.end))
 
     @property
     def growth(self):     # free pages it is granted before another sequence may start, to preempt seldom
@@ -252,6 +251,7 @@ class Sampler:
         self.model, self.device = model, model.head.data.device
         self.max_slots, self.max_pages = max_slots, pages
         self.memory_fraction, self.verbose = memory_fraction, verbose
+        self.steps = STEPS_PER_LOOK[self.device.type]
         self.slots, self.width, self.pool, self.graphs, self.told = 0, 0, None, {}, None
 
     # ---- one decode step: everything the device does -----------------------------------------------------
@@ -340,7 +340,7 @@ class Sampler:
         lost. The oldest one never goes, so there is always progress.
         """
         for seq in list(self.active):
-            while seq.pages and (short := seq.span - len(seq.pages)) > 0:
+            while seq.pages and (short := seq.span(self.steps) - len(seq.pages)) > 0:
                 if self.pool.free >= short:
                     seq.pages += self.pool.take(short)
                     self.host_table[seq.row, :len(seq.pages)] = seq.pages
@@ -369,7 +369,9 @@ class Sampler:
         preempted sequence shares nothing, so at most one prompt (`self.shared`) has samples admitted and
         samples waiting.
         """
-        if not self.queue or len(self.active) == self.slots:
+        # A prefill is hundreds of launches, however little it holds: wait for an eighth of the rows.
+        batch = min(len(self.queue), max(1, self.slots // 8))
+        if not self.queue or self.active and self.slots - len(self.active) < batch:
             return
         prefills, copies = [], []
         growth = sum(seq.growth for seq in self.active)
@@ -380,7 +382,7 @@ class Sampler:
             partial = int(others and filled % PAGE > 0)
             # What is not held for it yet; if that leaves the running ones no room to grow, it waits. An empty
             # sampler always has enough: by `_plan` the longest sequence fits beside one shared page.
-            need = seq.span + partial - (0 if prefix.pages is None else pages_for(filled))
+            need = seq.span(self.steps) + partial - (0 if prefix.pages is None else pages_for(filled))
             if need + growth > self.pool.free:
                 if self.active or self.shared in (None, prefix):
                     break
@@ -399,7 +401,7 @@ class Sampler:
                 seq.pages, prefix.pages = prefix.pages, None
                 self.shared = None if self.shared is prefix else self.shared
             prefix.waiting -= 1
-            seq.pages += self.pool.take(seq.span - len(seq.pages))
+            seq.pages += self.pool.take(seq.span(self.steps) - len(seq.pages))
             seq.row, seq.age, self.admissions = len(self.active), self.admissions, self.admissions + 1
             self.active.append(seq)
             self.host_table[seq.row, :len(seq.pages)] = seq.pages
@@ -477,7 +479,7 @@ class Sampler:
         self.ids = torch.zeros(4, rows, dtype=torch.int64, **on)     # current token, key, slot; [3, 0]: step
         self.spans = torch.zeros(3, rows, dtype=torch.int32, **on)   # position; length, 0 when idle; end
         self.table = torch.zeros(rows, width, dtype=torch.int32, **on)
-        self.out = torch.zeros(STEPS_PER_LOOK, 2, rows, dtype=torch.int32, **on)   # token; log-prob bits
+        self.out = torch.zeros(self.steps, 2, rows, dtype=torch.int32, **on)   # token; log-prob bits
         self.is_stop = torch.zeros(self.model.config.vocab_size, dtype=torch.bool, **on)
         self.seed = torch.zeros(1, dtype=torch.int64, **on)
         self.inv_temp, self.noise = torch.ones(1, **on), torch.ones(1, **on)       # FP32
@@ -545,7 +547,7 @@ class Sampler:
         while self.queue or self.active:
             self._reserve()                          # before admission: the running ones, older, come first
             self._admit()
-            steps = min(STEPS_PER_LOOK, max(s.limit - s.count for s in self.active))
+            steps = min(self.steps, max(s.limit - s.count for s in self.active))
             self._launch(steps)
             self._harvest(steps)
             if self.verbose:

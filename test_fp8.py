@@ -2359,7 +2359,7 @@ def test_soak_in_a_pool_that_is_too_small(tiny, monkeypatch, growth):
 
 
 @needs_gpu
-def test_soak_of_two_thousand_requests():
+def test_soak_of_two_thousand_requests(capsys):
     """Through graphs of all sizes and a pool that is too small: nothing lost or repeated, no page kept."""
     policy, draw = make_policy("fp8"), random.Random(4)
     prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100, 200]) for _ in range(500)], seed=4)
@@ -2369,6 +2369,7 @@ def test_soak_of_two_thousand_requests():
     assert [len(t) for t in result.tokens] == limits and result.n_tokens == sum(limits)
     assert small.pool.free == small.pool.capacity and not any(small.pool.references)
     assert result.preemptions > 3
+    assert "sampler: 300 slots, 500 pages of 64 tokens (32,000 tokens" in capsys.readouterr().out
     assert drawn(result) == drawn(Sampler(policy).generate(prompts, 4, limits, seed=8, stop=[]))
 
 
@@ -2401,6 +2402,7 @@ def test_plan_fits_the_memory(monkeypatch):
     free, planned = 72e9, {}
     monkeypatch.setattr(rollout, "free_memory", lambda device: free)
     monkeypatch.setattr(rollout, "MAX_SLOTS", {"meta": 512})
+    monkeypatch.setattr(rollout, "STEPS_PER_LOOK", {"meta": 16})
     build = lambda self, *sizes: planned.update(zip(("slots", "width", "pages"), sizes))
     monkeypatch.setattr(Sampler, "_build", build)
     config = tiny_config(num_hidden_layers=28, num_key_value_heads=8, num_attention_heads=16, head_dim=128,
@@ -2434,7 +2436,8 @@ def test_smallest_pool_that_is_accepted(tiny):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("STEPS_PER_LOOK", 1), ("STEPS_PER_LOOK", 50), ("PREFILL_TOKENS", 1), ("PREFILL_TOKENS", 100)])
+    ("STEPS_PER_LOOK", {DEVICE: 1}), ("STEPS_PER_LOOK", {DEVICE: 50}),
+    ("PREFILL_TOKENS", 1), ("PREFILL_TOKENS", 100)])
 def test_schedule_does_not_matter(tiny, monkeypatch, name, value):
     expected = drawn(Sampler(tiny).generate(PROMPTS, 2, 30, seed=4))
     monkeypatch.setattr(rollout, name, value)
