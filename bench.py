@@ -185,6 +185,7 @@ def measure(calls, graph=True, budget_s=0.1):
 
 def compile_ahead(calls):
     """Runs each call once, side by side: a kernel takes one core a second to compile, and there are many."""
+    calls[0]()                                        # alone: it starts Triton
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda call: call(), calls))    # the list raises what a call raised
     torch.cuda.empty_cache()

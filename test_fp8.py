@@ -475,17 +475,19 @@ def close_to_fp64(mine, x, w, start, what):
 
 @needs_kernels
 def test_kernel_products_fuzz():
-    """FUZZ random shapes, scales and views. Every new N or K is compiled: a few pairs of them, and any M."""
+    """FUZZ random shapes, scales and views. Weights of a new shape are compiled: few shapes, and any M."""
     rng, (most, top) = random.Random(0), (1500, 3000) if CUDA else (150, 400)
-    pairs = [(rng.randint(1, most), rng.randint(1, top), i % 2) for i in range(3 + FUZZ // 250)]
+    weights = [(rng.randint(1, most), rng.randint(1, top), rng.choice((0, 128)), rng.choice((0, 128)), i % 2)
+               for i in range(3 + FUZZ // 250)]
 
     def values(codes, scales):
         return codes.double() * scales.t().double().repeat_interleave(128, 1)[:, :codes.shape[1]]
 
     for case in range(FUZZ):
         torch.manual_seed(case)
-        (N, K, biased), M = rng.choice(pairs), rng.choice([1, 16, 65, 128, 129, 257, rng.randint(1, most)])
-        M, skip_x, skip_n, skip_k = min(M, most), *map(rng.choice, ((0, 4, 128), (0, 128), (0, 128)))
+        N, K, skip_n, skip_k, biased = rng.choice(weights)
+        M = min(most, rng.choice([1, 16, 65, 128, 129, 257, rng.randint(1, most)]))
+        skip_x = rng.choice((0, 4, 128))
         what = f"case {case}: M={M} N={N} K={K} skipping {skip_x} rows of X, {skip_n} x {skip_k} of W"
         x = cut(fp8.quantize_rows(wild(M + skip_x, K, 1)), skip_x)
         codes, scales = fp8.quantize_blocks(wild(N + skip_n, K + skip_k, 128))
