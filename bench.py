@@ -146,13 +146,34 @@ def merge(path, rows):
 
 
 def measure(calls, graph=True, budget_s=0.1):
-    """Microseconds of one call and their spread, over repeated runs through all of `calls`.
+    """Microseconds of one call and their spread, as by `compare`."""
+    return compare({"": calls}, graph, budget_s)[""]
 
-    The calls do the same work on different memory. They run back to back between two events, so that gaps of
-    the host stay out: replayed from a CUDA graph, or, where autograd cannot be captured, launched ahead while
-    the GPU sleeps.
+
+def compare(contenders, graph=True, budget_s=0.1):
+    """{name: calls} -> {name: (microseconds of one call, their spread)}, over repeated runs of all calls.
+
+    The calls of one contender do the same work on different memory. They run back to back between two events,
+    so that gaps of the host stay out: replayed from a CUDA graph, or, where autograd cannot be captured,
+    launched ahead while the GPU sleeps. Contenders take turns: clocks fall under load, for all alike then.
     """
     torch.cuda.empty_cache()                     # the memory of earlier graphs
+    ready = {name: prepare(calls, graph) for name, calls in contenders.items()}
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = {name: [] for name in ready}
+    for _ in range(min(max(int(budget_s / max(once for _, _, once in ready.values())), 7), 50)):
+        for name, (run, count, once) in ready.items():
+            torch.cuda._sleep(200_000 if graph else int(2e9 * once))     # in clocks, of at most 2 GHz
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1000 / count)
+    return {name: middle(x) for name, x in times.items()}
+
+
+def prepare(calls, graph):
+    """Calls, already or not yet compiled -> function that runs them all, their number, its seconds."""
     run = lambda: [call() for call in calls]
     for _ in range(2):                           # the first run compiles, the second takes its memory
         run()
@@ -160,27 +181,22 @@ def measure(calls, graph=True, budget_s=0.1):
     begin = time.perf_counter()
     run()
     torch.cuda.synchronize()
-    once = time.perf_counter() - begin           # seconds, host included
+    once = time.perf_counter() - begin           # host included
     # Between two events go 8 calls or 4 ms of them: a short kernel alone would cost less than the events.
     repeats = min(-(-8 // len(calls)), max(1, round(4e-3 / once)))
     calls, once = calls * repeats, once * repeats
-    if graph:
-        recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(recorded):
-            kept = run()                         # alive, or the allocator would give all calls one output
-        run = recorded.replay
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(min(max(int(budget_s / once), 7), 50)):
-        torch.cuda._sleep(200_000 if graph else int(2e9 * once))     # in clocks, of at most 2 GHz
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    times.sort()
-    median, n = times[len(times) // 2], len(times) - 1
-    return median, (times[round(0.9 * n)] - times[round(0.1 * n)]) / median
+    if not graph:
+        return run, len(calls), once
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded):
+        kept = run()                             # alive, or the allocator would give all calls one output
+    return lambda: (recorded.replay(), kept), len(calls), once
+
+
+def middle(x):
+    """-> median, distance from the 10th to the 90th percentile as a share of it."""
+    x, n = sorted(x), len(x) - 1
+    return x[len(x) // 2], (x[round(0.9 * n)] - x[round(0.1 * n)]) / x[len(x) // 2]
 
 
 def compile_ahead(calls):
@@ -219,10 +235,14 @@ def check_close(what, got, want, tolerance):
 
 @functools.cache
 def copy_rate():
-    """Bytes a second of a large device copy, read and written both counted: the ceiling of this very card."""
-    source = [torch.randn(2**27, device="cuda") for _ in range(2)]           # 0.5 GiB each
-    target = torch.empty_like(source[0])
-    rate = 2 * target.nbytes / (measure([lambda x=x: target.copy_(x) for x in source])[0] * 1e-6)
+    """Bytes a second of a large copy, read and written both counted: the ceiling of this very card.
+
+    By a kernel, not by copy_: in a graph that is a memcpy node, which from 512 MiB on runs at 2.7 TB/s on an
+    H200, where a kernel reaches 4.2 or more.
+    """
+    source = torch.randn(2**30, dtype=torch.bfloat16, device="cuda")          # 2 GiB
+    target = torch.empty_like(source)
+    rate = 2 * source.nbytes / (measure([lambda: torch.mul(source, 1, out=target)])[0] * 1e-6)
     print(f"copy rate of this GPU: {rate / 1e12:.2f} TB/s")
     return rate
 
@@ -458,17 +478,16 @@ def gemm_row(table, case, where, M, N, K):
     # All three matrices once at a byte an element, and what the result has more: FP32 in and out, or BF16.
     bytes_moved = M * (N + K) + N * K + {"wgrad": 7 * N * K, "dgrad": M * K}.get(case, M * N)
     sets = [PRODUCTS[case](M, N, K) for _ in range(max(2, math.ceil(COLD / bytes_moved)))]
-    want, us = sets[0]["ours"](), {}
-    correct = {}
+    want, correct = sets[0]["ours"](), {}
     for name, tolerance in OTHERS.items():
         got = allowed(name, sets[0][name]) if sets[0].get(name) else None
         if got is not None:
             check_close(f"{case} {where}: {name}", got, want, tolerance)
             correct[name] = [s[name] for s in sets]
     del want, got
-    ours, spread = measure([s["ours"] for s in sets])
-    for name, calls in correct.items():
-        us[name] = measure(calls)[0]
+    times = compare({"ours": [s["ours"] for s in sets], **correct})
+    ours, spread = times.pop("ours")
+    us = {name: t for name, (t, _) in times.items()}
     table.add(case, where, us=ours, tflops=flops / ours / 1e6, tb_per_s=bytes_moved / ours / 1e6,
               of_limit=limit_us(bytes_moved, flops, FP8_PEAK) / ours, spread=spread,
               **{f"x_{name}": time / ours for name, time in us.items()},
@@ -596,29 +615,31 @@ def block_row(table, size, S, T):
         blocks[name] = torch_block(models["bf16"], S, backend)
     both = lambda run, leaves: torch.autograd.grad(run(h, delta), (h, delta, *leaves), grads)
 
-    times, spread = {}, {}
-    for name, (run, leaves) in blocks.items():
-        with torch.no_grad():
-            got = allowed(f"torch with {name} attention", lambda: run(h, delta))
-            if got is None:
-                continue
-            if name == "fp8":
-                want = got
-            for mine, other in zip(want, got):        # the residual stream, and what the MLP adds to it
-                check_close(f"block {size}: {name}", other, mine, 0.1)
-            forward = measure([lambda: run(h, delta)], graph=False)
-        step = measure([lambda: both(run, leaves)], graph=False)
-        times[name], spread[name] = (forward[0], step[0]), (forward[1], step[1])
+    results = {}
+    with torch.no_grad():
+        for name, (run, _) in blocks.items():
+            results[name] = allowed(f"torch with {name} attention", lambda: run(h, delta))
+    blocks = {name: blocks[name] for name, got in results.items() if got}
+    for name in blocks:                                # the residual stream, and what the MLP adds to it
+        for got, want in zip(results[name], results["bf16"]):
+            check_close(f"block {size}: {name}", got, want, 0.1)
+
     products = 2 * T * sum(N * K for N, K in layer_shapes(size).values())
-    scores = 2 * T * S * H * 128                      # as in attention_rows
-    for i, (case, p, a) in enumerate((("forward", 1, 1), ("forward+backward", 3, 3.5))):
-        us = {name: t[i] for name, t in times.items()}
-        flops, theirs = p * products + a * scores, [us[name] for name in ("flash", "cudnn") if name in us]
-        limit = p * products / FP8_PEAK + a * scores / BF16_PEAK
-        table.add(case, f"{size}, {T // S} x {S} tokens", us=us["fp8"], tflops=flops / us["fp8"] / 1e6,
-                  of_limit=limit * 1e6 / us["fp8"], x_bf16=us["bf16"] / us["fp8"],
-                  x_torch=min(theirs) / us["fp8"] if theirs else None, spread=spread["fp8"][i],
-                  **{f"{name}_us": t for name, t in us.items() if name != "fp8"})
+    scores = 2 * T * S * H * 128                       # as in attention_rows
+    with torch.no_grad():
+        forward = compare({name: [functools.partial(run, h, delta)] for name, (run, _) in blocks.items()},
+                          graph=False, budget_s=0.2)
+    step = compare({name: [functools.partial(both, *pair)] for name, pair in blocks.items()},
+                   graph=False, budget_s=0.2)
+    for case, times, p, a in ("forward", forward, 1, 1), ("forward+backward", step, 3, 3.5):
+        us, spread = times.pop("fp8")
+        others = {name: t for name, (t, _) in times.items()}
+        in_torch = [others[name] for name in ("flash", "cudnn") if name in others]
+        table.add(case, f"{size}, {T // S} x {S} tokens", us=us,
+                  tflops=(p * products + a * scores) / us / 1e6,
+                  of_limit=(p * products / FP8_PEAK + a * scores / BF16_PEAK) * 1e6 / us,
+                  x_bf16=others["bf16"] / us, x_torch=min(in_torch) / us if in_torch else None, spread=spread,
+                  **{f"{name}_us": t for name, t in others.items()})
 
 
 def block(rows, quick):
@@ -670,8 +691,8 @@ def optimizer_row(table, size):
     ours.step(1e-4, 1.0), separate()
     for name, p in zip(start, parameters):
         check_close(f"AdamW {size} {name}", ours.master[name], p.detach(), 1e-6)
-    us, spread = measure([lambda: ours.step(1e-4, 1.0)], graph=False)
-    torch_us = measure([separate], graph=False)[0]
+    times = compare({"ours": [lambda: ours.step(1e-4, 1.0)], "torch": [separate]}, graph=False)
+    (us, spread), (torch_us, _) = times["ours"], times["torch"]
     # Gradient: read for its norm and for the update, then cleared. Master, moments: read, written. Codes.
     bytes_moved = 37 * sum(p.numel() for p in parameters)
     table.add("adamw", f"{size}, one layer", us=us, tb_per_s=bytes_moved / us / 1e6,
@@ -882,11 +903,13 @@ def run_sections(names, out, quick):
                   + (" (--quick runs a tiny version on the CPU)" if name == "exact" else ""))
             continue
         torch.manual_seed(0)
+        began = time.time()
         try:
             SECTIONS[name](rows, quick)
         finally:
             if out:
                 merge(out, rows)
+        print(f"{name}: {time.time() - began:.0f} s")
     print(json.dumps(machine() | {"rows": rows}))
     return int(any(r["differing"] + r["pages_differing"] for r in rows
                    if r["section"] == "exact" and r["precision"] == "fp8"))
