@@ -37,7 +37,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8
 import grpo
-from model import PAGE, Config, Transformer, attention, pack, paged_attention, sample, token_logprobs
+from model import (PAGE, Config, Transformer, attention, empty_cache, pack, paged_attention, sample,
+                   token_logprobs)
 from rollout import Parser, Sampler, explain
 from train import git_commit, score
 
@@ -132,7 +133,7 @@ def read_results(path):
 
 def merge(path, rows):
     """Puts `rows` into the file, in place of older rows about the same thing; written whole or not at all."""
-    about = lambda r: tuple(r.get(k) for k in ("section", "case", "shape", "model", "precision"))
+    about = lambda r: tuple(r.get(k) for k in ("section", "case", "shape", "model", "precision", "kv"))
     new = {about(r): r for r in rows}
     kept = [r for r in read_results(path)["rows"] if about(r) not in new]
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
@@ -272,7 +273,7 @@ EXACT_BATCHES = [(1, 9, 1024, 700), (7, 21, 2048, 700), (64, 129, 4096, 700), (3
 EXACT_QUICK = [(1, 3, 20, 70), (7, 12, 80, 70)]
 
 
-def exact_model(name, precision, device, seed):
+def exact_model(name, precision, kv, device, seed):
     """Weights that are not Gaussian: a quarter of the 128x128 blocks is scaled by 2^-12 .. 2^8, some are 0.
 
     Each band of 128 output rows is then brought to a size of its own, within 2^6: no band drowns the others.
@@ -281,7 +282,8 @@ def exact_model(name, precision, device, seed):
     config = Config(vocab_size=2000, hidden_size=hidden, intermediate_size=width, num_hidden_layers=2,
                     num_attention_heads=H, num_key_value_heads=G, head_dim=D, max_position_embeddings=5120,
                     model_type=family, rope_theta=1e4, tie_word_embeddings=tied)
-    model, generator = Transformer(config, precision, device, seed=None), torch.Generator().manual_seed(seed)
+    model = Transformer(config, precision, device, seed=None, kv=kv)
+    generator = torch.Generator().manual_seed(seed)
     widen = lambda x, shape: x.repeat_interleave(128, 0)[:shape[0]].repeat_interleave(128, 1)[:, :shape[1]]
 
     def tensors():
@@ -311,7 +313,7 @@ class WatchedSampler(Sampler):
 
     def _vacate(self, seq):
         if seq.index in self.watched:
-            self.seen[seq.index] = [pages[seq.pages] for pages in self.pool.k_pages + self.pool.v_pages]
+            self.seen[seq.index] = [tuple(pages[seq.pages] for pages in cache) for cache in self.pool.caches]
         super()._vacate(seq)
 
 
@@ -320,15 +322,14 @@ def compare_pages(model, seen, sequences):
     compared = differing = 0
     for index, mine in seen.items():
         prompt, completion = sequences[index]
-        tokens = torch.tensor((prompt + completion)[:-1], device=mine[0].device)  # the last one is never fed
+        tokens = torch.tensor((prompt + completion)[:-1], device=mine[0][0].device)    # the last: never fed
         count = -(-len(tokens) // PAGE)
-        mine = [pages[:count] for pages in mine]                                  # (count, G, PAGE, D)
-        theirs = [torch.zeros_like(pages) for pages in mine]
-        half, slots = len(mine) // 2, torch.arange(len(tokens), device=tokens.device)
-        model.prefill(tokens, [len(tokens)], theirs[:half], theirs[half:], slots)
-        used = torch.arange(count * PAGE, device=tokens.device).view(count, 1, PAGE, 1) < len(tokens)
-        for a, b in zip(mine, theirs):
-            differs = (a.view(torch.int16) != b.view(torch.int16)) & used
+        theirs, slots = model.new_caches(count), torch.arange(len(tokens), device=tokens.device)
+        model.prefill(tokens, [len(tokens)], theirs, slots)
+        used = torch.arange(count * PAGE, device=tokens.device).view(count, 1, PAGE) < len(tokens)
+        for a, b in zip(sum(mine, ()), sum(theirs, ())):                         # (count, G, PAGE, ...)
+            a, b = (x.reshape(*b.shape[:3], -1).view(torch.uint8) for x in (a[:count], b))
+            differs = (a != b).any(3) & used
             compared, differing = compared + count, differing + int(differs.flatten(1).any(1).sum())
     return compared, differing
 
@@ -370,7 +371,7 @@ def exact_case(table, name, model, batch):
     gap = grpo.mismatch(torch.cat(out.logprobs), torch.cat([scores[i] for i in range(completions)]))
     fp8_flow = model.precision == "fp8"          # only there prefill and decode are promised to agree
     pages, bad_pages = compare_pages(model, sampler.seen, sequences) if fp8_flow else (None, None)
-    table.add(f"{slots} slots", name, precision=model.precision, tokens=out.n_tokens,
+    table.add(f"{slots} slots", name, precision=model.precision, kv=model.kv, tokens=out.n_tokens,
               differing=int(gap["differing_tokens"]), share=float(gap["differing"]),
               pages=pages, pages_differing=bad_pages, mean_dlogp=float(gap["mean_dlogp"]),
               max_dlogp=float(gap["max_dlogp"]), longest=max(map(len, out.tokens)),
@@ -378,15 +379,16 @@ def exact_case(table, name, model, batch):
 
 
 def exact(rows, quick):
-    """All models in fp8 at all batch sizes; then one of them in the other precisions, for contrast."""
+    """All models in fp8 at all batch sizes, the last also with FP8 KV; then one in the other precisions, for
+    contrast."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = Table("exact", rows, "precision", "tokens", "differing", "pages", "pages_differing", "mean_dlogp",
-                  "max_dlogp", "longest", "preemptions", "seconds", key="model")
+    table = Table("exact", rows, "precision", "kv", "tokens", "differing", "pages", "pages_differing",
+                  "mean_dlogp", "max_dlogp", "longest", "preemptions", "seconds", key="model")
     batches, models = (EXACT_QUICK, list(EXACT_MODELS)[:2]) if quick else (EXACT_BATCHES, list(EXACT_MODELS))
-    runs = [(name, "fp8", batches) for name in models]
-    runs += [(models[0], precision, batches[-2:-1]) for precision in ("fp8-rollout", "bf16")]
-    for seed, (name, precision, cases) in enumerate(runs):
-        model = exact_model(name, precision, device, seed if precision == "fp8" else 0)
+    runs = [(name, "fp8", "bf16", batches) for name in models] + [(models[-1], "fp8", "fp8", batches)]
+    runs += [(models[0], precision, "bf16", batches[-2:-1]) for precision in ("fp8-rollout", "bf16")]
+    for seed, (name, precision, kv, cases) in enumerate(runs):
+        model = exact_model(name, precision, kv, device, seed if precision == "fp8" else 0)
         for batch in cases:
             exact_case(table, name, model, batch)
     ours = [r for r in rows if r["section"] == "exact" and r["precision"] == "fp8"]
@@ -760,26 +762,29 @@ def attention_rows(table, S, T, H, G, D):
               x_sdpa_deterministic=over(ordered, backward), spread=spread)
 
 
-def paged_row(table, B, length, H, G, D):
+def paged_row(table, B, length, H, G, D, fp8_kv=False):
     """One decode step of B sequences over shuffled pages, against the bytes of their keys and values."""
     each = -(-length // PAGE)
-    k_pages, v_pages = (randn(B * each, G, PAGE, D) for _ in range(2))
+    cache = empty_cache(B * each, G, D, fp8_kv, torch.bfloat16, "cuda")
+    for x in cache:
+        x.copy_(randn(*x.shape))
     pages = torch.randperm(B * each, device="cuda").int().view(B, each)
     lengths, q = torch.full((B,), length, dtype=torch.int32, device="cuda"), randn(B, H, D)
-    us, spread = measure([lambda: paged_attention(q, k_pages, v_pages, pages, lengths)])
-    bytes_moved = 4 * B * length * G * D + 4 * B * H * D
-    table.add("decode", f"{B} x {length}, heads {H}/{G} x {D}", us=us, tb_per_s=bytes_moved / us / 1e6,
-              of_limit=limit_us(bytes_moved) / us, spread=spread)
+    us, spread = measure([lambda: paged_attention(q, cache, pages, lengths)])
+    bytes_moved = sum(x.nbytes for x in cache) + 4 * B * H * D
+    table.add("decode", f"{B} x {length}, heads {H}/{G} x {D}", kv="fp8" if fp8_kv else "bf16", us=us,
+              tb_per_s=bytes_moved / us / 1e6, of_limit=limit_us(bytes_moved) / us, spread=spread)
 
 
 def attention_section(rows, quick):
     copy_rate()
-    table = Table("attention", rows, "us", "tflops", "tb_per_s", "of_limit", "x_sdpa", "x_sdpa_deterministic",
-                  "x_cudnn", "spread")
+    table = Table("attention", rows, "kv", "us", "tflops", "tb_per_s", "of_limit", "x_sdpa",
+                  "x_sdpa_deterministic", "x_cudnn", "spread")
     for S in [4096] if quick else [1024, 4096, 16384]:
         attention_rows(table, S, 16384, 32, 8, 128)
     for B, length in [(64, 1024)] if quick else [(64, 1024), (256, 1024), (64, 4096), (16, 16384)]:
-        paged_row(table, B, length, 32, 8, 128)
+        for fp8_kv in (False, True):
+            paged_row(table, B, length, 32, 8, 128, fp8_kv)
 
 
 # ---- head: log-probs over the vocabulary -------------------------------------------------------------------

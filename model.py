@@ -43,9 +43,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8 import Weight, jit, matmul_rows, tl, triton, use_kernels
+from fp8 import Weight, jit, launch, matmul_rows, tl, triton, use_kernels
 
 PRECISIONS = ("bf16", "fp8-rollout", "fp8")
+KV_TYPES = ("bf16", "fp8")
 
 
 class Layer(nn.Module):
@@ -65,16 +66,17 @@ class Layer(nn.Module):
         self.gate_up = make((2 * c.intermediate_size, C))
         self.down = make((C, c.intermediate_size))
 
-    def forward(self, h, delta, positions, table, attend, quantized):
+    def forward(self, h, delta, positions, table, attend, quantized, fp8_kv, cache=None, slots=None):
         """h (T, C) is the residual stream; delta (T, C), None at first, what the last product adds to it.
 
         The addition is left to the next norm, which reads h anyway: one pass over memory instead of two.
+        cache: this layer's KV pages, to which each token's k and v are written at its slot; None in training.
         """
         c, eps = self.c, self.c.rms_norm_eps
         h, qkv = fp8.norm_linear(h, delta, self.input_norm, eps, self.qkv, self.qkv_bias, quantized)
-        q, k, v = qk_norm_rope(qkv, self.q_norm, self.k_norm, eps, table, positions,
-                               c.num_attention_heads, c.num_key_value_heads)      # (T, H, D), (T, G, D) twice
-        o = attend(q, k, v).flatten(1)                                            # (T, H*D)
+        q, k, v = qk_norm_rope(qkv, self.q_norm, self.k_norm, eps, table, positions, c.num_attention_heads,
+                               c.num_key_value_heads, fp8_kv, cache, slots)       # (T, H, D), (T, G, D) twice
+        o = attend(q, k, v, cache).flatten(1)                                     # (T, H*D)
         delta = fp8.linear(o, self.o, fp8=quantized)                              # (T, C)
         h, gate_up = fp8.norm_linear(h, delta, self.post_norm, eps, self.gate_up, None, quantized)
         return h, fp8.swiglu_linear(gate_up, self.down, quantized)                # (T, C) twice
@@ -84,18 +86,22 @@ class Transformer(nn.Module):
     """A decoder whose linear layers hold BF16 weights, FP8 codes, or both.
 
     precision: "bf16"; "fp8-rollout" (the trainer multiplies in BF16, the sampler in FP8, quantized from the
-    same BF16 weights); "fp8" (both read the one set of FP8 codes). dtype is BF16, or FP32 with "bf16" on a
-    CPU for comparisons. A new model has random weights; `from_pretrained` reads a Hugging Face folder.
+    same BF16 weights); "fp8" (both read the one set of FP8 codes). kv: "bf16", or "fp8": keys and values are
+    rounded to E4M3 with a scale for each token and head, in both again, and the cache takes half the memory.
+    dtype is BF16, or FP32 with "bf16" on a CPU for comparisons. A new model has random weights;
+    `from_pretrained` reads a Hugging Face folder.
     """
 
-    def __init__(self, config, precision="fp8", device=None, dtype=torch.bfloat16, seed=0):
+    def __init__(self, config, precision="fp8", device=None, dtype=torch.bfloat16, seed=0, kv="bf16"):
         super().__init__()
         if precision not in PRECISIONS:
             raise ValueError(f"precision is '{precision}': choose one of {', '.join(PRECISIONS)}")
+        if kv not in KV_TYPES:
+            raise ValueError(f"kv is '{kv}': choose one of {', '.join(KV_TYPES)}")
         if dtype not in (torch.bfloat16, torch.float32) or dtype != torch.bfloat16 and precision != "bf16":
             raise ValueError(f"dtype is {dtype}: it must be torch.bfloat16, or torch.float32 with "
                              "precision='bf16' (FP16 would overflow in models that were trained in BF16)")
-        self.config, self.precision, self.dtype = config, precision, dtype
+        self.config, self.precision, self.dtype, self.kv = config, precision, dtype, kv
         device = torch.device(device or "cpu")
         check_device(device, precision, config)
         keep = {"bf16": "data", "fp8-rollout": "both", "fp8": "codes"}[precision]
@@ -127,40 +133,44 @@ class Transformer(nn.Module):
         if longest > most:                # the kernels would read past the end of the RoPE table
             raise ValueError(f"a sequence has {longest} tokens, the model takes {most} "
                              "(max_position_embeddings)")
-        return self._run(tokens, packing.positions, lambda i, q, k, v: attention(q, k, v, packing),
+        return self._run(tokens, packing.positions, lambda q, k, v, cache: attention(q, k, v, packing),
                          self.precision == "fp8")
 
     @torch.no_grad()
-    def prefill(self, tokens, seqlens, k_pages, v_pages, slots):
-        """The sampler's pass over prompts: the trainer's, and each token's k and v go to its slot (T,)."""
-        packing = pack(seqlens, tokens.device)
+    def prefill(self, tokens, seqlens, caches, slots):
+        """The sampler's pass over prompts: the trainer's, and each token's k and v go to its slot (T,).
 
-        def attend(i, q, k, v):
-            write_pages(k, v, k_pages[i], v_pages[i], slots)
-            return attention(q, k, v, packing)
-        self._run(tokens, packing.positions, attend, self.precision != "bf16")
+        caches: the KV pages of each layer, by `new_caches`.
+        """
+        packing = pack(seqlens, tokens.device)
+        self._run(tokens, packing.positions, lambda q, k, v, cache: attention(q, k, v, packing),
+                  self.precision != "bf16", caches, slots)
 
     @torch.no_grad()
-    def decode(self, tokens, positions, k_pages, v_pages, page_table, lengths, slots):
+    def decode(self, tokens, positions, caches, page_table, lengths, slots):
         """One token of each of B sequences: tokens (B,), positions (B,) int32 -> hidden (B, C).
 
         The token's k and v are written to slots (B,) first, so lengths (B,) int32 count it. A CUDA graph can
         hold all of it.
         """
-        def attend(i, q, k, v):
-            write_pages(k, v, k_pages[i], v_pages[i], slots)
-            return paged_attention(q, k_pages[i], v_pages[i], page_table, lengths)
-        return self._run(tokens, positions, attend, self.precision != "bf16")
+        attend = lambda q, k, v, cache: paged_attention(q, cache, page_table, lengths)
+        return self._run(tokens, positions, attend, self.precision != "bf16", caches, slots)
 
-    def _run(self, tokens, positions, attend, quantized):
+    def _run(self, tokens, positions, attend, quantized, caches=None, slots=None):
         h, delta = embed(tokens, self.embedding), None                            # (T, C)
-        for i, layer in enumerate(self.layers):
-            args = (h, delta, positions, self.table, lambda q, k, v, i=i: attend(i, q, k, v), quantized)
+        for layer, cache in zip(self.layers, caches or [None] * len(self.layers)):
+            args = h, delta, positions, self.table, attend, quantized, self.kv == "fp8", cache, slots
             if self.recompute and torch.is_grad_enabled():
                 h, delta = checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
             else:
                 h, delta = layer(*args)
         return fp8.norm(h, delta, self.norm, self.config.rms_norm_eps)[1]          # (T, C)
+
+    def new_caches(self, pages):
+        """An empty KV cache of so many pages: a tuple of tensors, by `empty_cache`, for each layer."""
+        c = self.config
+        return [empty_cache(pages, c.num_key_value_heads, c.head_dim, self.kv == "fp8", self.dtype,
+                            self.table.device) for _ in self.layers]
 
     def logits(self, hidden):
         """(T, C) -> (T, V) in FP32. For looking and comparing: training and sampling never store logits."""
@@ -203,12 +213,12 @@ class Transformer(nn.Module):
                 yield name, torch.randn(weight.shape, generator=generator) * std
 
     @classmethod
-    def from_pretrained(cls, folder, precision="fp8", device=None, dtype=torch.bfloat16):
+    def from_pretrained(cls, folder, precision="fp8", device=None, dtype=torch.bfloat16, kv="bf16"):
         """Read a Hugging Face folder (or, with huggingface_hub, a name like Qwen/Qwen3-0.6B)."""
         folder = folder_from_name(folder)
         config = Config.from_folder(folder)
         tensors = read_tensors(folder, config)        # checks the files before any memory is taken
-        return cls(config, precision, device, dtype, seed=None).load(tensors)
+        return cls(config, precision, device, dtype, seed=None, kv=kv).load(tensors)
 
     def save_pretrained(self, folder, pairs=None):
         """Write a folder that any Hugging Face loader reads: BF16 weights under their usual names.
@@ -1040,7 +1050,8 @@ def pack(seqlens, device):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Norm of q and k, RoPE, and the split of the fused QKV rows
+# From the fused QKV rows to q, k, v: norm of q and k, RoPE, FP8 KV, and the pages of the cache
+#
 
 def rope_table(config, length, device):
     """FP32 (length, D): cosines of the D/2 angles, then their sines, by position in the token's own sequence.
@@ -1051,25 +1062,58 @@ def rope_table(config, length, device):
     return torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
 
 
-def qk_norm_rope_ref(qkv, q_weight, k_weight, eps, table, positions, H, G):
-    """Reference. q and k heads: RMS norm (rounded to qkv.dtype), rotation (rounded again). v heads:
-    copied."""
+def empty_cache(pages, G, D, fp8_kv, dtype, device):
+    """A layer's cache: k, v (pages, G, PAGE, D), zeros; in FP8 codes, and their BF16 scales (pages, G, PAGE)
+    twice. What one decode program reads of a page, the keys or values of one head, lies side by side."""
+    zeros = lambda *shape, dtype: torch.zeros(pages, G, PAGE, *shape, dtype=dtype, device=device)
+    values = [zeros(D, dtype=fp8.E4M3 if fp8_kv else dtype) for _ in "kv"]
+    return *values, *(zeros(dtype=torch.bfloat16) for _ in "kv" if fp8_kv)
+
+
+def quantize_heads_reference(x):
+    """x (T, G, D) -> E4M3 codes (T, G, D), BF16 scales (T, G), and codes * scales in x.dtype: (T, G, D).
+
+    A scale is that of fp8.py, amax/448, rounded up to a power of two: then the product has no rounding of its
+    own, and attention over codes has the bits of attention over BF16. NaN and Inf stay in the scale.
+    """
+    scale = x.float().abs().amax(2, keepdim=True).clamp(min=fp8.AMAX_FLOOR) / fp8.E4M3_MAX
+    power = (scale.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)
+    scale = torch.where(scale < torch.inf, power, scale)
+    codes = (x.float() / scale).clamp(-fp8.E4M3_MAX, fp8.E4M3_MAX).to(fp8.E4M3)
+    return codes, scale[:, :, 0].bfloat16(), (codes.float() * scale).to(x.dtype)
+
+
+def write_pages_reference(values, cache, slots):
+    """Token t of `values`, (T, G, D) or (T, G) each, goes to page slots[t] // PAGE, place slots[t] % PAGE."""
+    for x, pages in zip(values, cache):
+        pages[slots // PAGE, :, slots % PAGE] = x
+
+
+def qk_norm_rope_reference(qkv, q_weight, k_weight, eps, table, positions, H, G, fp8_kv, cache, slots):
+    """q and k heads: RMS norm (rounded to qkv.dtype), rotation (rounded again). v heads: copied."""
     T, D = len(qkv), qkv.shape[1] // (H + 2 * G)
     cos, sin = table[positions.long()].view(T, 1, D).chunk(2, dim=2)
-    out = []
-    for x, weight in zip(qkv.view(T, -1, D).split([H, G, G], dim=1)[:2], (q_weight, k_weight)):
+    q, k, v = qkv.view(T, -1, D).split([H, G, G], dim=1)
+    turned = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
         x = x.float()
         if weight is not None:
             rstd = 1 / (x.square().sum(-1, keepdim=True) / D + eps).sqrt()
             x = (x * rstd * weight.float()).to(qkv.dtype).float()
         a, b = x.chunk(2, dim=2)
-        out.append(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=2).to(qkv.dtype))
-    return *out, qkv.view(T, -1, D)[:, H + G:].contiguous()
+        turned.append(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=2).to(qkv.dtype))
+    (q, k), v = turned, v.contiguous()
+    stored = k, v
+    if fp8_kv:
+        (k_codes, k_scale, k), (v_codes, v_scale, v) = map(quantize_heads_reference, (k, v))
+        stored = k_codes, v_codes, k_scale, v_scale
+    if cache:
+        write_pages_reference(stored, cache, slots)
+    return q, k, v
 
 
-def qk_norm_rope_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
-    """Reference. Gradients of q, k, v -> d(qkv), and the FP32 (D,) gradients of the two norm weights (or
-    None)."""
+def qk_norm_rope_backward_reference(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
+    """Gradients of q, k, v -> d(qkv), and the FP32 (D,) gradients of the two norm weights (or None)."""
     (T, H, D), G = dq.shape, dk.shape[1]
     cos, sin = table[positions.long()].view(T, 1, D).chunk(2, dim=2)
     grads, weight_grads = [], []
@@ -1089,63 +1133,76 @@ def qk_norm_rope_backward_ref(dq, dk, dv, qkv, q_weight, k_weight, eps, table, p
 
 
 @jit
-def _load_heads(at, qw_ptr, kw_ptr, eps, mask, is_q, D: tl.constexpr, NORM: tl.constexpr):
+def load_heads(at, q_weight, k_weight, eps, mask, is_q, D: tl.constexpr):
     """One (heads, D/2) pair of halves at `at` in FP32, their norm weights, and 1/RMS by head."""
     i = tl.arange(0, D // 2)[None, :]
     lo = tl.load(at + i, mask=mask, other=0).to(tl.float32)
     hi = tl.load(at + D // 2 + i, mask=mask, other=0).to(tl.float32)
     w_lo, w_hi, rstd = lo, hi, lo
-    if NORM:
-        w_lo = tl.where(is_q, tl.load(qw_ptr + i), tl.load(kw_ptr + i)).to(tl.float32)
-        w_hi = tl.where(is_q, tl.load(qw_ptr + D // 2 + i), tl.load(kw_ptr + D // 2 + i)).to(tl.float32)
+    if q_weight is not None:
+        w_lo = tl.where(is_q, tl.load(q_weight + i), tl.load(k_weight + i)).to(tl.float32)
+        w_hi = tl.where(is_q, tl.load(q_weight + D // 2 + i), tl.load(k_weight + D // 2 + i)).to(tl.float32)
         square = tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)
         rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, D * 1.0) + eps))[:, None]
     return lo, hi, w_lo, w_hi, rstd
 
 
 @jit
-def _qk_norm_rope_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, table_ptr, position_ptr, q_ptr, k_ptr, v_ptr,      # pointers
-    eps,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
-):
+def store_halves(at, lo, hi, mask, D: tl.constexpr):
+    i = tl.arange(0, D // 2)[None, :]
+    tl.store(at + i, lo.to(at.dtype.element_ty), mask=mask)
+    tl.store(at + D // 2 + i, hi.to(at.dtype.element_ty), mask=mask)
+
+
+@jit(do_not_specialize=["cached"])
+def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pages, v_pages, k_scales,
+                        v_scales, slots, cached, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                        HEADS: tl.constexpr, PAGE: tl.constexpr):
     """One program: one token, all of its heads as a (HEADS, D/2) tile of low halves and one of high halves.
 
-    Widths are constants, so that the order of the sum of squares can depend on nothing else.
+    Widths are constants, and one binary runs with a cache and without (`cached` 0), so that the order of the
+    sum of squares can depend on nothing else.
     """
     t = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = q.dtype.element_ty
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, D // 2)[None, :]
-    used, is_q, turned = head < H + 2 * G, head < H, head < H + G
-    lo, hi, w_lo, w_hi, rstd = _load_heads(qkv_ptr + (t * (H + 2 * G) + head) * D, q_weight_ptr, k_weight_ptr,
-                                           eps, used, is_q, D, NORM)
+    is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
+    lo, hi, w_lo, w_hi, rstd = load_heads(qkv + (t * (H + 2 * G) + head) * D, q_weight, k_weight, eps,
+                                          head < H + 2 * G, is_q, D)
     a, b = lo, hi
-    if NORM:
-        a = (a * rstd * w_lo).to(q_ptr.dtype.element_ty).to(tl.float32)
-        b = (b * rstd * w_hi).to(q_ptr.dtype.element_ty).to(tl.float32)
-    position = tl.load(position_ptr + t).to(tl.int64)
-    cos = tl.load(table_ptr + position * D + i)
-    sin = tl.load(table_ptr + position * D + D // 2 + i)
-    lo = tl.where(turned, a * cos - b * sin, lo).to(q_ptr.dtype.element_ty)
-    hi = tl.where(turned, b * cos + a * sin, hi).to(q_ptr.dtype.element_ty)
-    q_at = q_ptr + t * H * D + head * D + i
-    k_at = k_ptr + t * G * D + (head - H) * D + i
-    v_at = v_ptr + t * G * D + (head - H - G) * D + i
-    tl.store(q_at, lo, mask=is_q)
-    tl.store(q_at + D // 2, hi, mask=is_q)
-    tl.store(k_at, lo, mask=turned & (head >= H))
-    tl.store(k_at + D // 2, hi, mask=turned & (head >= H))
-    tl.store(v_at, lo, mask=used & (head >= H + G))
-    tl.store(v_at + D // 2, hi, mask=used & (head >= H + G))
+    if q_weight is not None:
+        a, b = (a * rstd * w_lo).to(dtype).to(tl.float32), (b * rstd * w_hi).to(dtype).to(tl.float32)
+    at = table + tl.load(positions + t).to(tl.int64) * D + i
+    cos, sin = tl.load(at), tl.load(at + D // 2)
+    lo = tl.where(is_q | is_k, a * cos - b * sin, lo).to(dtype)
+    hi = tl.where(is_q | is_k, b * cos + a * sin, hi).to(dtype)
+    store_halves(q + (t * H + head) * D, lo, hi, is_q, D)
+    code_lo, code_hi = lo, hi
+    if k_scales is not None:
+        lo, hi = lo.to(tl.float32), hi.to(tl.float32)
+        peak = tl.max(tl.maximum(lo.to(tl.int32, bitcast=True) & 0x7FFFFFFF,
+                                 hi.to(tl.int32, bitcast=True) & 0x7FFFFFFF), 1)[:, None]
+        scale = fp8.scale_of(peak.to(tl.float32, bitcast=True))
+        power = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(scale < float("inf"), power, scale)
+        code_lo, code_hi = fp8.codes_of(lo, scale), fp8.codes_of(hi, scale)
+        lo, hi = code_lo.to(tl.float32) * scale, code_hi.to(tl.float32) * scale
+    store_halves(k + (t * G + head - H) * D, lo, hi, is_k, D)
+    store_halves(v + (t * G + head - H - G) * D, lo, hi, is_v, D)
+    if cached:
+        slot = tl.load(slots + t)
+        place = slot // PAGE * (G * PAGE) + (head - H) * PAGE + slot % PAGE
+        store_halves(k_pages + place * D, code_lo, code_hi, is_k, D)
+        store_halves(v_pages + (place - G * PAGE) * D, code_lo, code_hi, is_v, D)
+        if k_scales is not None:
+            tl.store(k_scales + place, scale.to(tl.bfloat16), mask=is_k)
+            tl.store(v_scales + place - G * PAGE, scale.to(tl.bfloat16), mask=is_v)
 
 
 @jit(do_not_specialize=["T"])
-def _qk_norm_rope_backward_kernel(
-    dq_ptr, dk_ptr, dv_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, table_ptr, position_ptr,   # pointers, read
-    dqkv_ptr, partial_ptr,  # pointers, written
-    T, eps,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+def qk_norm_rope_backward_kernel(dq, dk, dv, qkv, q_weight, k_weight, table, positions, dqkv, partial, T, eps,
+                                 H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+                                 TOKENS: tl.constexpr):
     """One program: TOKENS tokens one after the other. partial (programs, 2, D): its sums for the two norm
     weights."""
     head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, D // 2)[None, :]
@@ -1153,22 +1210,21 @@ def _qk_norm_rope_backward_kernel(
     sum_lo, sum_hi = tl.zeros((HEADS, D // 2), tl.float32), tl.zeros((HEADS, D // 2), tl.float32)
     t = tl.program_id(0).to(tl.int64) * TOKENS
     for _ in range(tl.minimum(TOKENS, T - tl.program_id(0) * TOKENS)):
-        at = dq_ptr + t * H * D + head * D + i
+        at = dq + t * H * D + head * D + i
         a = tl.load(at, mask=is_q, other=0).to(tl.float32)
         b = tl.load(at + D // 2, mask=is_q, other=0).to(tl.float32)
-        at = dk_ptr + t * G * D + (head - H) * D + i  # each head lies in one of the three: add
+        at = dk + t * G * D + (head - H) * D + i  # each head lies in one of the three: add
         a += tl.load(at, mask=turned & (head >= H), other=0).to(tl.float32)
         b += tl.load(at + D // 2, mask=turned & (head >= H), other=0).to(tl.float32)
-        at = dv_ptr + t * G * D + (head - H - G) * D + i
+        at = dv + t * G * D + (head - H - G) * D + i
         a += tl.load(at, mask=used & (head >= H + G), other=0).to(tl.float32)
         b += tl.load(at + D // 2, mask=used & (head >= H + G), other=0).to(tl.float32)
-        position = tl.load(position_ptr + t).to(tl.int64)
-        cos = tl.load(table_ptr + position * D + i)
-        sin = tl.load(table_ptr + position * D + D // 2 + i)
+        at = table + tl.load(positions + t).to(tl.int64) * D + i
+        cos, sin = tl.load(at), tl.load(at + D // 2)
         g_lo, g_hi = tl.where(turned, a * cos + b * sin, a), tl.where(turned, b * cos - a * sin, b)
-        if NORM:
-            lo, hi, w_lo, w_hi, rstd = _load_heads(qkv_ptr + (t * (H + 2 * G) + head) * D, q_weight_ptr,
-                                                   k_weight_ptr, eps, used, is_q, D, NORM)
+        if q_weight is not None:
+            lo, hi, w_lo, w_hi, rstd = load_heads(qkv + (t * (H + 2 * G) + head) * D, q_weight, k_weight, eps,
+                                                  used, is_q, D)
             lo, hi = lo * rstd, hi * rstd
             sum_lo += g_lo * lo
             sum_hi += g_hi * hi
@@ -1176,12 +1232,10 @@ def _qk_norm_rope_backward_kernel(
             mean = tl.div_rn(tl.sum(w_lo * lo, 1) + tl.sum(w_hi * hi, 1), D * 1.0)[:, None]
             g_lo = tl.where(turned, rstd * (w_lo - lo * mean), g_lo)
             g_hi = tl.where(turned, rstd * (w_hi - hi * mean), g_hi)
-        at = dqkv_ptr + t * (H + 2 * G) * D + head * D + i
-        tl.store(at, g_lo.to(dqkv_ptr.dtype.element_ty), mask=used)
-        tl.store(at + D // 2, g_hi.to(dqkv_ptr.dtype.element_ty), mask=used)
+        store_halves(dqkv + (t * (H + 2 * G) + head) * D, g_lo, g_hi, used, D)
         t += 1
-    if NORM:
-        at = partial_ptr + tl.program_id(0) * 2 * D + tl.arange(0, D // 2)
+    if q_weight is not None:
+        at = partial + tl.program_id(0) * 2 * D + tl.arange(0, D // 2)
         is_k = turned & (head >= H)
         tl.store(at, tl.sum(tl.where(is_q, sum_lo, 0), 0))
         tl.store(at + D // 2, tl.sum(tl.where(is_q, sum_hi, 0), 0))
@@ -1189,78 +1243,95 @@ def _qk_norm_rope_backward_kernel(
         tl.store(at + D + D // 2, tl.sum(tl.where(is_k, sum_hi, 0), 0))
 
 
-def _head_tile(H, G, D):
+def pages_and_scales(cache):
+    """The four pointers of a cache that kernels take: k, v, and their scales or None twice."""
+    return cache if len(cache) == 4 else (*cache, None, None)
+
+
+def head_tile(H, G, D):
     """(heads padded to a power of two, warps of the kernels above): functions of the widths alone."""
     heads = triton.next_power_of_2(H + 2 * G)
     return heads, min(8, max(1, heads * D // 1024))
 
 
-def _qk_norm_rope_gpu(qkv, q_weight, k_weight, eps, table, positions, H, G):
+def qk_norm_rope_forward(qkv, q_weight, k_weight, eps, table, positions, H, G, fp8_kv, cache, slots):
+    if not use_kernels(qkv):
+        return qk_norm_rope_reference(qkv, q_weight, k_weight, eps, table, positions, H, G, fp8_kv, cache,
+                                      slots)
     T, D = len(qkv), qkv.shape[1] // (H + 2 * G)
-    _check_head_size(D)
+    check_head_size(D)
     q, k, v = (qkv.new_empty(T, heads, D) for heads in (H, G, G))
-    heads, warps = _head_tile(H, G, D)
+    cached = int(cache is not None)
+    if not cached:  # the same types, so that the same binary runs
+        cache, slots = empty_cache(0, G, D, fp8_kv, k.dtype, k.device), positions.new_empty(0).long()
+    heads, warps = head_tile(H, G, D)
     if T:
-        _qk_norm_rope_kernel[(T,)](
-            qkv.contiguous(), q_weight, k_weight, table, positions, q, k, v, eps, H, G, D, heads,
-            q_weight is not None, num_warps=warps, enable_fp_fusion=False)
+        launch(qk_norm_rope_kernel, T, qkv.contiguous(), q_weight, k_weight, table, positions, q, k, v,
+               *pages_and_scales(cache), slots, cached, eps, H, G, D, heads, PAGE, num_warps=warps)
     return q, k, v
 
 
-def _qk_norm_rope_backward_gpu(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
+def qk_norm_rope_backward(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
+    if not use_kernels(qkv):
+        return qk_norm_rope_backward_reference(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions)
     (T, H, D), G, tokens = dq.shape, dk.shape[1], 8
-    norm, programs = q_weight is not None, triton.cdiv(T, tokens)
-    dqkv, partial = torch.empty_like(qkv), torch.empty(programs, 2, D, device=qkv.device)
-    heads, warps = _head_tile(H, G, D)
+    dqkv, partial = torch.empty_like(qkv), torch.empty(triton.cdiv(T, tokens), 2, D, device=qkv.device)
+    heads, warps = head_tile(H, G, D)
     if T:
-        _qk_norm_rope_backward_kernel[(programs,)](
-            dq.contiguous(), dk.contiguous(), dv.contiguous(), qkv.contiguous(), q_weight, k_weight, table,
-            positions, dqkv, partial, T, eps, H, G, D, heads, norm, tokens, num_warps=warps,
-            enable_fp_fusion=False)
-    return dqkv, *(partial.sum(0) if norm else (None, None))
+        launch(qk_norm_rope_backward_kernel, len(partial), dq.contiguous(), dk.contiguous(), dv.contiguous(),
+               qkv.contiguous(), q_weight, k_weight, table, positions, dqkv, partial, T, eps, H, G, D, heads,
+               tokens, num_warps=warps)
+    return dqkv, *(partial.sum(0) if q_weight is not None else (None, None))
 
 
-class _QKNormRope(torch.autograd.Function):
+class QKNormRopeFunction(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, qkv, q_norm, k_norm, eps, table, positions, H, G):
+    def forward(ctx, qkv, q_norm, k_norm, eps, table, positions, *rest):
         weights = [w if w is None else w.data for w in (q_norm, k_norm)]
-        forward = _qk_norm_rope_gpu if use_kernels(qkv) else qk_norm_rope_ref
         ctx.save_for_backward(qkv, table, positions)
         ctx.weights = q_norm, k_norm, eps
-        return forward(qkv, *weights, eps, table, positions, H, G)
+        return qk_norm_rope_forward(qkv, *weights, eps, table, positions, *rest)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
+        """FP8 KV is straight-through: the gradient of codes * scales counts as that of what was rounded."""
         (qkv, table, positions), (q_norm, k_norm, eps) = ctx.saved_tensors, ctx.weights
         weights = [w if w is None else w.data for w in (q_norm, k_norm)]
-        backward = _qk_norm_rope_backward_gpu if use_kernels(qkv) else qk_norm_rope_backward_ref
-        dqkv, *weight_grads = backward(dq, dk, dv, qkv, *weights, eps, table, positions)
+        dqkv, *weight_grads = qk_norm_rope_backward(dq, dk, dv, qkv, *weights, eps, table, positions)
         for weight, grad in zip((q_norm, k_norm), weight_grads):
             if weight is not None:
                 weight.add_grad(grad)
-        return dqkv, *[None] * 7
+        return dqkv, *[None] * 10
 
 
-def qk_norm_rope(qkv, q_norm, k_norm, eps, table, positions, H, G):
+def qk_norm_rope(qkv, q_norm, k_norm, eps, table, positions, H, G, fp8_kv=False, cache=None, slots=None):
     """qkv (T, (H+2G)*D) -> q (T,H,D), k (T,G,D), v (T,G,D), contiguous, in qkv.dtype.
 
     q_norm, k_norm: Weight (D,) or None (families without q/k norm); table: `rope_table`; positions (T,)
-    int32. """
-    return _QKNormRope.apply(qkv, q_norm, k_norm, eps, table, positions, H, G)
+    int32. fp8_kv: k and v are codes * scales, one scale for each token and head. cache: pages of a layer,
+    to which k and v, or codes and scales, are written as well, at slots (T,) int64.
+    """
+    return QKNormRopeFunction.apply(qkv, q_norm, k_norm, eps, table, positions, H, G, fp8_kv, cache, slots)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Attention
 
-def _attend_tiles(q, positions, k_pages, v_pages, page_table, lengths):
+def read_pages_reference(cache, pages):
+    """pages (n,) -> their keys and values in FP32, (n, G, PAGE, D) each: in FP8, codes * scales."""
+    k, v, *scales = (x[pages].float() for x in cache)
+    return [x * scale[..., None] for x, scale in zip((k, v), scales)] if scales else (k, v)
+
+
+def attend_tiles_reference(q, positions, cache, page_table, lengths):
     """The one tile that both references run: query tiles over pages, with an online softmax.
 
-    q (N,H,R,D), row r of tile n at positions[n, r]; keys and values of tile n: page_table[n] in
-    (P,G,PAGE,D), of which lengths[n] are valid. Every product has the same shape whatever N is, and a step
+    q (N,H,R,D), row r of tile n at positions[n, r]; keys and values of tile n: page_table[n] in the pages of
+    `cache`, of which lengths[n] are valid. Every product has the same shape whatever N is, and a step
     that is masked for a row leaves it as it was (factor exp(0) = 1, terms 0): so a row's bits depend on its
     own keys only. -> (N,H,R,D) FP32. """
-    (N, H, R, D), G, dtype = q.shape, k_pages.shape[1], q.dtype
+    (N, H, R, D), G, dtype = q.shape, cache[0].shape[1], q.dtype
     S = H // G * R  # rows of a product: a group's heads, stacked
     top = torch.full((N, G, S, 1), -torch.inf)
     total, out = torch.zeros(N, G, S, 1), torch.zeros(N, G, S, D)
@@ -1271,8 +1342,8 @@ def _attend_tiles(q, positions, k_pages, v_pages, page_table, lengths):
         key = torch.arange(j * PAGE, (j + 1) * PAGE)
         valid = (key < lengths[n, None])[:, None]                         # (n, 1, PAGE)
         # Unused places of a page hold anything, NaN included, and 0 * NaN would reach the sum: load zeros.
-        k, v = (torch.where(valid[..., None], pages[page_table[n, j].long()], 0).float().view(-1, PAGE, D)
-                for pages in (k_pages, v_pages))
+        k, v = (torch.where(valid[..., None], x, 0).view(-1, PAGE, D)
+                for x in read_pages_reference(cache, page_table[n, j].long()))
         scores = torch.bmm(q[n].view(-1, S, D), k.mT).view(-1, G, S, PAGE) * D ** -0.5
         scores = scores.masked_fill_(~((key <= positions[n]) & valid[:, :, None]), -torch.inf)
         new_top = torch.maximum(top[n], scores.amax(-1, keepdim=True))
@@ -1283,8 +1354,8 @@ def _attend_tiles(q, positions, k_pages, v_pages, page_table, lengths):
     return (out / total.clamp(min=1e-30)).view(N, H, R, D)                # length 0: no key, zeros
 
 
-def attention_ref(q, k, v, packing):
-    """Reference: the packed tokens become zero-padded query tiles and pages, then tiles back to tokens."""
+def attention_reference(q, k, v, packing):
+    """The packed tokens become zero-padded query tiles and pages, then tiles back to tokens."""
     (_, H, D), R = q.shape, packing.rows
     start, first, length, _ = packing.tiles.long().unbind(1)
     positions = first[:, None] + torch.arange(R)                          # (N, R)
@@ -1296,31 +1367,30 @@ def attention_ref(q, k, v, packing):
     first_page = pages_of.cumsum(0) - pages_of
     owner = torch.arange(len(pages_of)).repeat_interleave(torch.tensor(packing.lengths, dtype=torch.int64))
     position = packing.positions.long()
-    k_pages, v_pages = (x.new_zeros(int(pages_of.sum()), k.shape[1], PAGE, D) for x in (k, v))
-    write_pages_ref(k, v, k_pages, v_pages, first_page[owner] * PAGE + position)
+    cache = [x.new_zeros(int(pages_of.sum()), k.shape[1], PAGE, D) for x in (k, v)]
+    write_pages_reference((k, v), cache, first_page[owner] * PAGE + position)
     sequence = torch.searchsorted(packing.starts.long(), start.contiguous(), right=True) - 1
     table = first_page[sequence, None] + torch.arange(max(pages_of.tolist(), default=0))
-    out = _attend_tiles(tiles.transpose(1, 2), positions, k_pages, v_pages, table, length).transpose(1, 2)
+    out = attend_tiles_reference(tiles.transpose(1, 2), positions, cache, table, length).transpose(1, 2)
     o = torch.empty_like(q)
     o[row] = out[inside].to(q.dtype)
     return o
 
 
-def paged_attention_ref(q, k_pages, v_pages, page_table, lengths):
-    """Reference: one query a sequence, put where the packed pass has it in its tile, over that sequence's
-    pages."""
+def paged_attention_reference(q, cache, page_table, lengths):
+    """One query a sequence, put where the packed pass has it in its tile, over that sequence's pages."""
     (B, H, D), R = q.shape, 16
     lengths = lengths.long()
     place = (lengths - 1).clamp(min=0) % R
     tiles = q.new_zeros(B, R, H, D)
     tiles[torch.arange(B), place] = q
     positions = ((lengths - 1).clamp(min=0) - place)[:, None] + torch.arange(R)
-    out = _attend_tiles(tiles.transpose(1, 2), positions, k_pages, v_pages, page_table, lengths)
+    out = attend_tiles_reference(tiles.transpose(1, 2), positions, cache, page_table, lengths)
     return out[torch.arange(B), :, place].to(q.dtype)
 
 
-def attention_backward_ref(do, q, k, v, packing):
-    """Reference. The textbook formulas, sequence by sequence, in FP32; gradients need no equality of bits."""
+def attention_backward_reference(do, q, k, v, packing):
+    """The textbook formulas, sequence by sequence, in FP32; gradients need no equality of bits."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     repeat, scale, start = q.shape[1] // k.shape[1], q.shape[2] ** -0.5, 0
     for length in packing.lengths:
@@ -1339,7 +1409,7 @@ def attention_backward_ref(do, q, k, v, packing):
 
 
 @jit
-def _softmax_step(scores, seen, v, top, total, acc, SCALE: tl.constexpr):
+def softmax_step(scores, seen, v, top, total, acc, SCALE: tl.constexpr):
     """One page of keys: scores (rows, PAGE) FP32, unscaled. The trainer's tile and the decode tile both
     call this.
 
@@ -1355,7 +1425,7 @@ def _softmax_step(scores, seen, v, top, total, acc, SCALE: tl.constexpr):
 
 
 @jit(do_not_specialize=["T"])
-def _attention_kernel(
+def attention_kernel(
     q_ptr, k_ptr, v_ptr, tile_ptr, o_ptr, lse_ptr,          # pointers
     T,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
@@ -1386,87 +1456,75 @@ def _attention_kernel(
         kv_at += PAGE * G * D
         # Masked even where all keys are seen: one code for all pages, so one order for all rows.
         seen = (key[None, :] <= row[:, None]) & valid[None, :]
-        top, total, acc = _softmax_step(tl.dot(q, tl.trans(k)), seen, v, top, total, acc, SCALE)
+        top, total, acc = softmax_step(tl.dot(q, tl.trans(k)), seen, v, top, total, acc, SCALE)
     acc = acc * tl.div_rn(1.0, total)[:, None]
     tl.store(o_ptr + at + place, acc.to(o_ptr.dtype.element_ty), mask=inside[:, None])
     tl.store(lse_ptr + h.to(tl.int64) * T + start + row, top + tl.log2(total), mask=inside)
 
 
 @jit(do_not_specialize=["max_pages"])
-def _paged_attention_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, o_ptr,      # pointers
-    max_pages,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def paged_attention_kernel(q, k_pages, v_pages, k_scales, v_scales, table, lengths, o, max_pages,
+                           H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
+                           PAGE: tl.constexpr, ROWS: tl.constexpr):
     """One program: the newest query of one sequence, all heads of one group, padded to ROWS: 16 rows for
     each warp.
 
     A softmax row must be summed within one warp, as in the trainer's tile: 16 rows over 2 or 4 warps, or 32
     over 4, give other bits (1 ulp). The number of pages comes from the device: a CUDA graph serves every
     length. """
-    g, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    length = tl.load(length_ptr + b)
-    i, col, d = tl.arange(0, ROWS), tl.arange(0, PAGE), tl.arange(0, D)[None, :]
+    g, b = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64)
+    length = tl.load(lengths + b)
+    i, place, d = tl.arange(0, ROWS), tl.arange(0, PAGE), tl.arange(0, D)[None, :]
     used = (i < H // G)[:, None]
     at = b * H * D + (g * (H // G) + i)[:, None] * D + d
-    place = col[:, None] * D + d
-    q = tl.load(q_ptr + at, mask=used, other=0)
+    query = tl.load(q + at, mask=used, other=0)
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, D), tl.float32)
     for begin in range(0, length, PAGE):
-        page = tl.load(table_ptr + b * max_pages + begin // PAGE).to(tl.int64)
-        valid = begin + col < length
-        at_page = (page * G + g) * (PAGE * D)
+        page = tl.load(table + b * max_pages + begin // PAGE).to(tl.int64)
+        valid, at_page = begin + place < length, (page * G + g) * PAGE
         # Unused places hold anything, NaN included, and 0 * NaN would reach the sum: load zeros.
-        k = tl.load(k_ptr + at_page + place, mask=valid[:, None], other=0)
-        v = tl.load(v_ptr + at_page + place, mask=valid[:, None], other=0)
-        top, total, acc = _softmax_step(tl.dot(q, tl.trans(k)), valid[None, :], v, top, total, acc, SCALE)
+        k = tl.load(k_pages + at_page * D + place[:, None] * D + d, mask=valid[:, None], other=0)
+        v = tl.load(v_pages + at_page * D + place[:, None] * D + d, mask=valid[:, None], other=0)
+        if k_scales is not None:  # the pages arrive as bytes: a masked load has no 0 in FP8
+            k_scale = tl.load(k_scales + at_page + place, mask=valid, other=0).to(tl.float32)
+            v_scale = tl.load(v_scales + at_page + place, mask=valid, other=0).to(tl.float32)
+            # Exact: a power of two times a code is a BF16 number.
+            k = (k.to(tl.float8e4nv, bitcast=True).to(tl.float32) * k_scale[:, None]).to(query.dtype)
+            v = (v.to(tl.float8e4nv, bitcast=True).to(tl.float32) * v_scale[:, None]).to(query.dtype)
+        top, total, acc = softmax_step(tl.dot(query, tl.trans(k)), valid[None, :], v, top, total, acc, SCALE)
     total = tl.where(length > 0, total, 1.0)                              # an idle slot: zeros, not 0/0
     acc = acc * tl.div_rn(1.0, total)[:, None]
-    tl.store(o_ptr + at, acc.to(o_ptr.dtype.element_ty), mask=used)
+    tl.store(o + at, acc.to(o.dtype.element_ty), mask=used)
 
 
-def _check_head_size(D):
+def check_head_size(D):
     if D not in (16, 32, 64, 128, 256):
         raise ValueError(f"head_dim {D}: the GPU kernels take 16, 32, 64, 128 or 256; use a CPU for others")
 
 
-def _check_bf16(x, what):
+def check_bf16(x, what):
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"{what} is {x.dtype}: the GPU kernels take torch.bfloat16; use a CPU for others")
 
 
-def _attention_gpu(q, k, v, packing):
+def attention_forward(q, k, v, packing):
     """-> o (T,H,D), lse (H,T). Measured to give equal bits: 128 rows x 8 warps, 64 x 4, and 16 x 1
     (decode)."""
+    if not use_kernels(q):
+        return attention_reference(q, k, v, packing), None
     (T, H, D), G, rows = q.shape, k.shape[1], packing.rows
-    _check_head_size(D), _check_bf16(q, "attention's q")
+    check_head_size(D), check_bf16(q, "attention's q")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     o, lse = torch.empty_like(q), torch.empty(H, T, device=q.device)
-    _attention_kernel[(len(packing.tiles) * H,)](
+    attention_kernel[(len(packing.tiles) * H,)](
         q, k, v, packing.tiles, o, lse, T, H, G, D, D ** -0.5 * LOG2E, PAGE, rows,
         num_warps=rows // 16, num_stages=2 if D > 128 else 3, enable_fp_fusion=False)
     return o, lse
 
 
-def _paged_attention_gpu(q, k_pages, v_pages, page_table, lengths):
-    (B, H, D), G = q.shape, k_pages.shape[1]
-    _check_head_size(D), _check_bf16(q, "paged_attention's q")
-    if H // G > 16:
-        raise ValueError(f"{H} query heads over {G} key heads: a decode tile holds at most 16 heads a group")
-    o = torch.empty_like(q)
-    rows = 64 if D > 64 else 16  # either gives the trainer's bits; 16 rows in one warp spill at head size 128
-    if B:
-        _paged_attention_kernel[(G, B)](
-            q.contiguous(), k_pages, v_pages, page_table, lengths, o, page_table.stride(0), H, G, D,
-            D ** -0.5 * LOG2E, PAGE, rows, num_warps=rows // 16,
-            num_stages=2 if D > 128 else 3, enable_fp_fusion=False)
-    return o
-
-
 @jit(do_not_specialize=["T"])
-def _attention_delta_kernel(
+def attention_delta_kernel(
     do_ptr, o_ptr, delta_ptr, T, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):
     """delta (H,T) = sum over D of do * o: what the softmax's gradient subtracts. One program: ROWS tokens
@@ -1478,7 +1536,7 @@ def _attention_delta_kernel(
 
 
 @jit(do_not_specialize=["T"])
-def _attention_dkv_kernel(
+def attention_dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tile_ptr, dk_ptr, dv_ptr,      # pointers
     T,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DK_SCALE: tl.constexpr,
@@ -1522,7 +1580,7 @@ def _attention_dkv_kernel(
 
 
 @jit(do_not_specialize=["T"])
-def _attention_dq_kernel(
+def attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tile_ptr, dq_ptr,              # pointers
     T,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DQ_SCALE: tl.constexpr,
@@ -1553,42 +1611,40 @@ def _attention_dq_kernel(
     tl.store(dq_ptr + at, (dq * DQ_SCALE).to(dq_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def _attention_backward_gpu(do, q, k, v, o, lse, packing):
+def attention_backward(do, q, k, v, o, lse, packing):
+    if not use_kernels(q):
+        return attention_backward_reference(do, q, k, v, packing)
     (T, H, D), G, rows, n = q.shape, k.shape[1], packing.rows, len(packing.tiles)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     delta = torch.empty_like(lse)
-    _attention_delta_kernel[(triton.cdiv(T, 64), H)](do, o, delta, T, H, D, 64, num_warps=4,
+    attention_delta_kernel[(triton.cdiv(T, 64), H)](do, o, delta, T, H, D, 64, num_warps=4,
                                                      enable_fp_fusion=False)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     # Sizes that spill nothing on sm_90 (compiled offline): two (keys, D) sums stay in registers beside k
     # and v.
     keys, step = min(rows, 64 if D > 128 else 128), min(rows, 32 if D > 64 else 64)
     warps = 8 if rows > 64 else 1
-    _attention_dkv_kernel[(n * (rows // keys) * G,)](
+    attention_dkv_kernel[(n * (rows // keys) * G,)](
         q, k, v, do, lse, delta, packing.tiles, dk, dv, T, H, G, D, D ** -0.5 * LOG2E, D ** -0.5, rows, keys,
         step, num_warps=warps, num_stages=2, enable_fp_fusion=False)
-    _attention_dq_kernel[(n * H,)](
+    attention_dq_kernel[(n * H,)](
         q, k, v, do, lse, delta, packing.tiles, dq, T, H, G, D, D ** -0.5 * LOG2E, D ** -0.5, rows,
         32 if D > 128 else 64, num_warps=warps, num_stages=2, enable_fp_fusion=False)
     return dq, dk, dv
 
 
-class _Attention(torch.autograd.Function):
+class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, packing):
+        o, lse = attention_forward(q, k, v, packing)
         ctx.packing = packing
-        if use_kernels(q):
-            o, lse = _attention_gpu(q, k, v, packing)
-            ctx.save_for_backward(q, k, v, o, lse)
-            return o
-        ctx.save_for_backward(q, k, v)
-        return attention_ref(q, k, v, packing)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
 
     @staticmethod
     def backward(ctx, do):
-        backward = _attention_backward_gpu if use_kernels(do) else attention_backward_ref
-        return *backward(do.contiguous(), *ctx.saved_tensors, ctx.packing), None
+        return *attention_backward(do.contiguous(), *ctx.saved_tensors, ctx.packing), None
 
 
 def attention(q, k, v, packing):
@@ -1597,50 +1653,30 @@ def attention(q, k, v, packing):
     if len(q) != packing.total or q.shape[1] % k.shape[1]:
         raise ValueError(f"attention: {len(q)} tokens, {q.shape[1]} query and {k.shape[1]} key heads do not "
                          f"fit lengths that sum to {packing.total}, or groups of equal size")
-    return _Attention.apply(q, k, v, packing) if len(q) else torch.empty_like(q)
+    return AttentionFunction.apply(q, k, v, packing) if len(q) else torch.empty_like(q)
 
 
-def write_pages_ref(k, v, k_pages, v_pages, slots):
-    """Reference. Token t goes to page slots[t] // PAGE, place slots[t] % PAGE."""
-    k_pages[slots // PAGE, :, slots % PAGE] = k
-    v_pages[slots // PAGE, :, slots % PAGE] = v
-
-
-@jit
-def _write_pages_kernel(
-    k_ptr, v_ptr, k_page_ptr, v_page_ptr, slot_ptr,         # pointers
-    G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-):
-    """One program: one token. Pages are (P, G, PAGE, D): the keys that a decode program reads lie side by
-    side."""
-    t = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + t)
-    g, d = tl.arange(0, HEADS)[:, None], tl.arange(0, D)[None, :]
-    at, to = t * G * D + g * D + d, (slot // PAGE * G + g) * (PAGE * D) + slot % PAGE * D + d
-    tl.store(k_page_ptr + to, tl.load(k_ptr + at, mask=g < G), mask=g < G)
-    tl.store(v_page_ptr + to, tl.load(v_ptr + at, mask=g < G), mask=g < G)
-
-
-def _write_pages_gpu(k, v, k_pages, v_pages, slots):
-    T, G, D = k.shape
-    if T:
-        _write_pages_kernel[(T,)](k.contiguous(), v.contiguous(), k_pages, v_pages, slots, G,
-                                  triton.next_power_of_2(G), D, PAGE, num_warps=4, enable_fp_fusion=False)
-
-
-def write_pages(k, v, k_pages, v_pages, slots):
-    """Copies k, v (T,G,D) into pages (P,G,PAGE,D) at slots (T,) int64: exact, so that decode reads the
-    trainer's bits."""
-    (_write_pages_gpu if use_kernels(k) else write_pages_ref)(k, v, k_pages, v_pages, slots)
-
-
-def paged_attention(q, k_pages, v_pages, page_table, lengths):
-    """One new token a sequence: q (B,H,D) over the pages page_table (B, max) int32 -> (B,H,D).
+def paged_attention(q, cache, page_table, lengths):
+    """One new token a sequence: q (B,H,D) over the pages page_table (B, max) int32 of `cache` -> (B,H,D).
 
     lengths (B,) int32 count the new token, whose k and v are already in place; length 0 gives zeros. The
     bits equal the token's row in `attention`. """
-    forward = _paged_attention_gpu if use_kernels(q) else paged_attention_ref
-    return forward(q, k_pages, v_pages, page_table, lengths)
+    if not use_kernels(q):
+        return paged_attention_reference(q, cache, page_table, lengths)
+    (B, H, D), G = q.shape, cache[0].shape[1]
+    check_head_size(D), check_bf16(q, "paged_attention's q")
+    if H // G > 16:
+        raise ValueError(f"{H} query heads over {G} key heads: a decode tile holds at most 16 heads a group")
+    o = torch.empty_like(q)
+    k_pages, v_pages, k_scales, v_scales = pages_and_scales(cache)
+    if k_scales is not None:
+        k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
+    rows = 64 if D > 64 else 16  # either gives the trainer's bits; 16 rows in one warp spill at head size 128
+    if B:
+        launch(paged_attention_kernel, B * G, q.contiguous(), k_pages, v_pages, k_scales, v_scales,
+               page_table, lengths, o, page_table.stride(0), H, G, D, D ** -0.5 * LOG2E, PAGE, rows,
+               num_warps=rows // 16, num_stages=2 if D > 128 else 3)
+    return o
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1773,7 +1809,7 @@ def _head_merge_kernel(
 def _head_gpu(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=None, positions=None):
     """As head_ref. Tokens go in chunks: the partials of 4096 tokens at V = 151,936 are 2 x 19 MB."""
     (T, C), V, sampling = hidden.shape, len(w), targets is None
-    _check_bf16(hidden, "the head's input")
+    check_bf16(hidden, "the head's input")
     if C % 8 or not w.is_contiguous():
         raise ValueError(f"head: hidden_size {C} must be a multiple of 8: rows of BF16 start on 16 bytes")
     tiles, hidden = triton.cdiv(V, VTILE), hidden.contiguous()

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from model import PAGE, PRECISIONS, Config, Tokenizer, Transformer, folder_from_name, sample
+from model import KV_TYPES, PAGE, PRECISIONS, Config, Tokenizer, Transformer, folder_from_name, sample
 
 STEPS_PER_LOOK = 8        # decode steps between two looks: a finished row idles for half of them on average
 PREFILL_TOKENS = 8192     # packed tokens of one prefill call; only a longer single sequence exceeds it
@@ -82,17 +82,14 @@ def pages_for(positions):
 class PagePool:
     """The KV cache: P pages of PAGE positions, handed out by number, with reference counts.
 
-    A page number means the same page in all L layers: k_pages[l], v_pages[l] are (P, G, PAGE, D). A page is
-    one tile of the attention kernel, so paging cannot change the order of its sums. Page 0 belongs to
-    nobody: rows without a running sequence write there. A page that changes hands keeps its old content;
-    attention masks it.
+    A page number means the same page in all L layers: caches[l] holds that layer's tensors, whose first
+    dimension is P. A page is one tile of the attention kernel, so paging cannot change the order of its sums.
+    Page 0 belongs to nobody: rows without a running sequence write there. A page that changes hands keeps its
+    old content; attention masks it.
     """
 
-    def __init__(self, config, pages, dtype, device):
-        shape = (pages, config.num_key_value_heads, PAGE, config.head_dim)
-        layers = range(config.num_hidden_layers)
-        self.k_pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
-        self.v_pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+    def __init__(self, model, pages):
+        self.caches = model.new_caches(pages)
         self.capacity = pages - 1
         self.reset()
 
@@ -128,9 +125,10 @@ class PagePool:
 
     def copy(self, pairs):
         """Copies whole pages, [(source, destination), ...], in every layer."""
-        source, destination = torch.tensor(pairs, device=self.k_pages[0].device).unbind(1)
-        for pages in self.k_pages + self.v_pages:
-            pages[destination] = pages[source]
+        source, destination = torch.tensor(pairs, device=self.caches[0][0].device).unbind(1)
+        for cache in self.caches:
+            for pages in cache:
+                pages[destination] = pages[source]
 
 
 @dataclass(eq=False)
@@ -206,7 +204,7 @@ class Sampler:
         at = torch.where(running, position, 0)
         page = table.gather(1, (at // PAGE)[:, None].long())[:, 0]
         slot = torch.where(running, page * PAGE + at % PAGE, 0).long()
-        hidden = self.model.decode(current, at, self.pool.k_pages, self.pool.v_pages, table, length, slot)
+        hidden = self.model.decode(current, at, self.pool.caches, table, length, slot)
         token, logprob = sample(hidden, self.model.head, self.inv_temp, self.noise, self.seed, keys, at)
         # The FP32 bits travel beside the ids in one int32 buffer, so that the host fetches all in one copy.
         result = torch.stack([torch.where(running, token, -1).int(), logprob.view(torch.int32)])      # (2, B)
@@ -367,7 +365,7 @@ class Sampler:
             tokens = torch.tensor(np.concatenate([t for t, _ in batch]), device=self.device)     # (T,) int64
             slots = torch.tensor(np.concatenate([s for _, s in batch]), device=self.device)      # (T,) int64
             lengths = [len(t) for t, _ in batch]
-            self.model.prefill(tokens, lengths, self.pool.k_pages, self.pool.v_pages, slots)
+            self.model.prefill(tokens, lengths, self.pool.caches, slots)
             self.stats.prefill_tokens += len(tokens)
 
     # ---- memory ------------------------------------------------------------------------------------------
@@ -401,8 +399,7 @@ class Sampler:
             self._build(slots, width, have)
 
     def _page_bytes(self):
-        c, item = self.model.config, self.model.head.data.element_size()
-        return 2 * c.num_hidden_layers * c.num_key_value_heads * PAGE * c.head_dim * item
+        return sum(pages.nbytes for cache in self.model.new_caches(1) for pages in cache)
 
     def _pages_in_memory(self, width):
         """Pages that fit beside all else on the GPU, the activations of the largest prefill included."""
@@ -421,7 +418,7 @@ class Sampler:
         on = dict(device=self.device)
         rows = -(-slots // 16) * 16                  # every row vector starts at a multiple of 16 bytes
         self.slots, self.width = slots, width
-        self.pool = PagePool(self.model.config, pages, self.model.head.data.dtype, self.device)
+        self.pool = PagePool(self.model, pages)
         self.ids = torch.zeros(3, rows, dtype=torch.int64, **on)       # current token; key; [2, 0]: step
         self.spans = torch.zeros(2, rows, dtype=torch.int32, **on)     # position; end
         self.table = torch.zeros(rows, width, dtype=torch.int32, **on)
@@ -588,7 +585,7 @@ def talk(args):
                   None)
     if device == "cpu":
         print("on the CPU: the plain torch reference, exact and slow", file=sys.stderr)
-    model = Transformer.from_pretrained(folder, precision=args.precision, device=device)
+    model = Transformer.from_pretrained(folder, precision=args.precision, device=device, kv=args.kv)
     rollout = Sampler(model, verbose=sys.stdout.isatty()).generate(
         [ids], args.n, args.max_new_tokens, args.temperature, args.seed, stop=tokenizer.eos_ids)
     for i, (tokens, finish) in enumerate(zip(rollout.tokens, rollout.finish)):
@@ -608,6 +605,7 @@ def main():
     parser.add_argument("--n", type=int, default=1, help="completions of the prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--precision", default="fp8", choices=PRECISIONS, help="fp8, fp8-rollout or bf16")
+    parser.add_argument("--kv", default="bf16", choices=KV_TYPES, help="type of cached keys and values")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="for templates that ask")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -699,6 +699,55 @@ def test_kernel_qk_norm_rope(H, G, D, dtype, norm):
         same(a, b[some], "a few rows")
 
 
+def test_fp8_kv_definition():
+    """A power of two takes the largest value of a head to (224, 448]; codes times it are BF16 numbers."""
+    x = (torch.randn(40, 3, 16) * torch.logspace(-30, 30, 40)[:, None, None]).bfloat16()
+    x[0, 0], x[1, 0], x[2, 0, :2], x[3, 0, 0] = 0, -448 * 2.0 ** 20, torch.tensor([450.0, -226]), torch.inf
+    codes, scales, values = model.quantize_heads_reference(x)
+    assert codes.dtype == fp8.E4M3 and scales.dtype == values.dtype == BF16
+    finite = torch.ones(40, 3, dtype=torch.bool)
+    finite[3, 0] = False
+    assert (scales[finite].double().log2() % 1 == 0).all() and not values[3, 0].isfinite().any()
+    assert scales[1, 0] == 2 ** 20 and scales[2, 0] == 2, "448 fits exactly, 450 takes the next power of two"
+    exact = codes.double() * scales.double()[..., None]
+    assert torch.equal(values[finite].double(), exact[finite])
+    large = finite & (x.float().abs().amax(2) > 1e-9)
+    peak = (x.double().abs().amax(2) / scales.double())[large]
+    assert (peak > 224).all() and (peak <= 448).all() and relative(values[large], x[large]) < 0.04
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("H,G,D", [(3, 1, 16)] + [(9, 3, 64), (32, 8, 128)] * CUDA)
+def test_kernel_fp8_kv(H, G, D, dtype):
+    """k and v are rounded to codes * scales, in the trainer and, the same codes, on pages; gradients pass."""
+    torch.manual_seed(3)
+    T, page_count = by_mode(37, 9, 37), 3
+    qkv = torch.randn(T, (H + 2 * G) * D).to(dtype).to(DEVICE).requires_grad_()
+    ws = [weight(D, dtype=dtype, device=DEVICE) for _ in range(2)]
+    table = model.rope_table(tiny_config(head_dim=D), 100, DEVICE)
+    args = 1e-6, table, torch.arange(T, dtype=torch.int32, device=DEVICE), H, G
+    q, k, v = model.qk_norm_rope(qkv, *ws, *args)
+    rounded = [model.quantize_heads_reference(x.detach().cpu()) for x in (k, v)]
+    slots = torch.randperm(page_count * PAGE)[:T]
+    cache = model.empty_cache(page_count, G, D, True, dtype, DEVICE)
+    training = model.qk_norm_rope(qkv, *ws, *args, True)
+    sampling = model.qk_norm_rope(qkv.detach(), *ws, *args, True, cache, slots.to(DEVICE))
+    for mine, other, want in zip(training, sampling, (q, rounded[0][2], rounded[1][2])):
+        same(mine, want, "training"), same(other, want, "sampling")
+    (k_codes, k_scale, _), (v_codes, v_scale, _) = rounded
+    for pages, want in zip(cache, (k_codes, v_codes, k_scale, v_scale)):
+        same(pages.cpu()[slots // PAGE, :, slots % PAGE], want, "pages")
+        assert (bits(pages.cpu()) != 0).sum() == (bits(want) != 0).sum(), "no other place is written"
+    plain = model.empty_cache(page_count, G, D, False, dtype, DEVICE)
+    sampling = model.qk_norm_rope(qkv.detach(), *ws, *args, False, plain, slots.to(DEVICE))
+    for mine, want in zip(sampling, (q, k, v)):
+        same(mine, want, "sampling without FP8")
+    for pages, want in zip(plain, (k, v)):
+        same(pages[slots // PAGE, :, slots % PAGE], want, "pages without FP8")
+    gs = [torch.randn_like(x) for x in training]
+    same(*(torch.autograd.grad(out, qkv, gs)[0] for out in ((q, k, v), training)), "straight-through")
+
+
 def head_inputs(T, V, C, dtype, temperature=0.7):
     return (torch.randn(T, C).to(dtype).to(DEVICE), weight(V, C, dtype=dtype, device=DEVICE, scale=C ** -0.5),
             torch.randint(0, V, (T,)).to(DEVICE), torch.tensor([1 / temperature], device=DEVICE))
@@ -840,8 +889,8 @@ class StubDriver:
         return GPUTarget("cuda", 90, 32)
 
 
-MATRIX_UNITS = {"fprop_kernel": "QGMMA", "wgrad_kernel": "QGMMA", "_attention_kernel": "HGMMA",
-                "_attention_dkv_kernel": "HGMMA", "_attention_dq_kernel": "HGMMA"}
+MATRIX_UNITS = {"fprop_kernel": "QGMMA", "wgrad_kernel": "QGMMA", "attention_kernel": "HGMMA",
+                "attention_dkv_kernel": "HGMMA", "attention_dq_kernel": "HGMMA"}
 
 
 class Recorder:
@@ -906,21 +955,25 @@ def build_fp8():
 def build_model():
     """The same for the kernels of model.py, at two head sizes and the largest vocabulary."""
     record_kernels(model)
+    model.use_kernels = lambda x: True
     empty = lambda *shape: torch.empty(shape, dtype=BF16)
     zeros = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype)
     for H, G, D in ((9, 3, 64), (32, 8, 128)):
         packing = model.pack([300, 5], "cpu")
         packing.rows = 128
         q, k, v = (empty(305, n, D) for n in (H, G, G))
-        o, lse = model._attention_gpu(q, k, v, packing)
-        model._attention_backward_gpu(o, q, k, v, o, lse, packing)
-        pages = empty(4, G, PAGE, D)
-        model._paged_attention_gpu(q[:2], pages, pages, zeros(2, 3, dtype=torch.int32), packing.starts[1:])
-        model._write_pages_gpu(k, v, pages, pages, zeros(305))
+        o, lse = model.attention_forward(q, k, v, packing)
+        model.attention_backward(o, q, k, v, o, lse, packing)
+        pages, codes, scales = empty(4, G, PAGE, D), empty(4, G, PAGE, D).to(fp8.E4M3), empty(4, G, PAGE)
+        for cache in ((pages, pages), (codes, codes, scales, scales)):
+            model.paged_attention(q[:2], cache, zeros(2, 3, dtype=torch.int32), packing.starts[1:])
         for w in (empty(D), None):
             args = empty(305, (H + 2 * G) * D), w, w, 1e-6, torch.empty(300, D), packing.positions
-            model._qk_norm_rope_gpu(*args, H, G)
-            model._qk_norm_rope_backward_gpu(q, k, v, *args)
+            model.qk_norm_rope_backward(q, k, v, *args)
+            for cache in (None, (pages, pages)):
+                model.qk_norm_rope_forward(*args, H, G, False, cache, zeros(305))
+            for cache in (None, (codes, codes, scales, scales)):
+                model.qk_norm_rope_forward(*args, H, G, True, cache, zeros(305))
     one, w = torch.ones(1), empty(151936, 4096)
     for n in (1, 17, 65):  # every tile
         hidden = empty(n, 4096)
@@ -987,14 +1040,14 @@ def test_kernel_bits_do_not_depend_on_tile_or_rows(N, K):
                 same(fp8.fprop(*part, *w, tile=tile), full[:M], f"M={M} tile={tile}")
 
 
-def page_pool(k, v, lengths, seed=0):
-    """Pages at random places, NaN or huge values wherever unused -> k_pages, v_pages, table (B, max)."""
-    rng, (_, G, D), device = random.Random(seed), k.shape, k.device
+def page_pool(values, lengths, seed=0):
+    """`values` (T, G, ...) on pages at random places, NaN wherever unused -> cache, table (B, max)."""
+    rng, device = random.Random(seed), values[0].device
     counts = [-(-n // model.PAGE) for n in lengths]
     pages = list(range(sum(counts) + 3))
     rng.shuffle(pages)
-    k_pages, v_pages = (torch.full((len(pages), G, model.PAGE, D), x, dtype=k.dtype, device=device)
-                        for x in (torch.nan, 3e38))
+    cache = [torch.full((len(pages), x.shape[1], PAGE, *x.shape[2:]), torch.nan).to(x.dtype).to(device)
+             for x in values]
     table = torch.full((len(lengths), max(counts + [1]) + 1), pages.pop(), dtype=torch.int32)
     slots = []
     for b, n in enumerate(lengths):
@@ -1002,8 +1055,8 @@ def page_pool(k, v, lengths, seed=0):
             table[b, j] = pages.pop()
         place = torch.arange(n)
         slots.append(table[b, place // model.PAGE].long() * model.PAGE + place % model.PAGE)
-    model.write_pages(k, v, k_pages, v_pages, torch.cat(slots).to(device))
-    return k_pages, v_pages, table.to(device)
+    model.write_pages_reference(values, cache, torch.cat(slots).to(device))
+    return cache, table.to(device)
 
 
 @pytest.mark.parametrize("H,G,D", by_mode(
@@ -1011,11 +1064,13 @@ def page_pool(k, v, lengths, seed=0):
     [(4, 4, 64), (6, 2, 64), (7, 1, 128), (8, 2, 128), (2, 1, 16), (2, 1, 256)]))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_attention_packed_alone_paged(H, G, D, dtype):
-    """Packed in one order, in another, alone, and decoded over pages: the same bits."""
+    """Packed in one order, in another, alone, and decoded over pages, BF16 or FP8: the same bits."""
     torch.manual_seed(1)
     lengths = by_mode([3, 64, 129, 1, 0, 63, 200], [65, 0],
                       [1, 2000, 64, 65, 0, 777, 130, 1024, 16, 127, 128, 129])
     q, k, v = random_qkv(lengths, H, G, D, dtype, DEVICE)
+    (k_codes, k_scale, k), (v_codes, v_scale, v) = map(model.quantize_heads_reference, (k, v))
+    stored = (k, v), (k_codes, v_codes, k_scale, v_scale)
     o = model.attention(q, k, v, model.pack(lengths, DEVICE)).split(lengths)
     qs, ks, vs = (x.split(lengths) for x in (q, k, v))
     order = list(range(len(lengths)))[::-1]
@@ -1030,10 +1085,10 @@ def test_kernel_attention_packed_alone_paged(H, G, D, dtype):
     for step in range(by_mode(6, 1, 8)):
         rng = random.Random(step)
         now = [rng.randint(min(n, 1), n) if step else n for n in lengths]
-        kp, vp, table = page_pool(torch.cat([x[:n] for x, n in zip(ks, now)]),
-                                  torch.cat([x[:n] for x, n in zip(vs, now)]), now, seed=step)
+        values = [torch.cat([part[:n] for part, n in zip(x.split(lengths), now)]) for x in stored[step % 2]]
+        cache, table = page_pool(values, now, seed=step)
         last = torch.stack([x[n - 1] if n else torch.ones_like(q[0]) for x, n in zip(qs, now)])
-        out = model.paged_attention(last, kp, vp, table, torch.tensor(now, dtype=torch.int32, device=DEVICE))
+        out = model.paged_attention(last, cache, table, torch.tensor(now, dtype=torch.int32, device=DEVICE))
         for i, n in enumerate(now):
             expected = o[i][n - 1] if n else torch.zeros_like(out[i])
             same(out[i], expected, f"decode of sequence {i} at length {n}")
@@ -1078,15 +1133,17 @@ def scale_up(policy, factor=8.0):
     return policy
 
 
-def make_policy(precision):
+def make_policy(precision, kv="bf16"):
     sizes = dict(hidden_size=256, intermediate_size=384, head_dim=64) if CUDA else {}
-    return scale_up(Transformer(tiny_config(**sizes), precision, DEVICE))
+    return scale_up(Transformer(tiny_config(**sizes), precision, DEVICE, kv=kv))
 
 
-@pytest.fixture(scope="module", params=["fp8"] if CUDA else ["fp8", "bf16"])
+@pytest.fixture(scope="module", ids="-".join,
+                params=[("fp8", "bf16"), ("fp8", "fp8")] if CUDA else [("fp8", "bf16"), ("bf16", "fp8")])
 def policy(request):
-    """On a GPU only `fp8` makes the promise: cuBLAS chooses how to sum by the number of rows."""
-    return make_policy(request.param)
+    """(linears, KV). On a GPU only FP8 linears make the promise: cuBLAS chooses how to sum by the number of
+    rows."""
+    return make_policy(*request.param)
 
 
 def some_prompts(lengths, seed=0, vocab=131):
@@ -1137,10 +1194,10 @@ def test_pages_are_the_same_from_prefill_and_decode(policy):
     tokens = prompt + sampler.generate([prompt], 1, 80, seed=1, stop=[]).tokens[0]
     fed = len(tokens) - 1  # the last token is never fed
     pages = list(range(1, rollout.pages_for(fed) + 1))  # the pool hands out the lowest numbers first
-    other = PagePool(policy.config, sampler.pool.capacity + 1, policy.dtype, DEVICE)
+    other = PagePool(policy, sampler.pool.capacity + 1)
     slots = torch.arange(PAGE, PAGE + fed, device=DEVICE)
-    policy.prefill(torch.tensor(tokens[:fed], device=DEVICE), [fed], other.k_pages, other.v_pages, slots)
-    for mine, theirs in zip(sampler.pool.k_pages + sampler.pool.v_pages, other.k_pages + other.v_pages):
+    policy.prefill(torch.tensor(tokens[:fed], device=DEVICE), [fed], other.caches, slots)
+    for mine, theirs in zip(sum(sampler.pool.caches, ()), sum(other.caches, ())):
         flatten = lambda x: x[pages].transpose(1, 2).flatten(0, 1)[:fed]
         same(flatten(mine), flatten(theirs))
 
@@ -2315,11 +2372,12 @@ def test_command_line(tmp_path, monkeypatch, capsys):
                                           "--max-new-tokens=6", *flags])
         rollout.main()
         return capsys.readouterr()
-    done = command("--n=2", "--temperature=0.8")
+    done = command("--n=2", "--temperature=0.8", "--kv=fp8")
     assert "---- 2 of 2" in done.out and "sampled in" in done.err
-    assert done.out == command("--n=2", "--temperature=0.8").out
+    assert done.out == command("--n=2", "--temperature=0.8", "--kv=fp8").out
     for wrong, words in [("--max-new-tokens=600", "512"), ("--temperature=-1", "temperature is -1"),
-                         ("--precision=fp4", "fp4"), (f"--model={tmp_path}/none", "none")]:
+                         ("--precision=fp4", "fp4"), ("--kv=fp2", "fp2"),
+                         (f"--model={tmp_path}/none", "none")]:
         with pytest.raises(SystemExit, match=words) as failed:
             command(wrong)
         assert str(failed.value).startswith("error: ") and len(str(failed.value).splitlines()) <= 2
@@ -2477,9 +2535,9 @@ def test_second_update_leaves_the_policy_that_sampled(tmp_path, paid, monkeypatc
         ratios.append((logp.detach() - old).abs().max().item())
         return loss(logp, old, *rest, **options)
     monkeypatch.setattr(grpo, "policy_loss", watch)
-    for precision in ("fp8", "bf16"):
+    for precision, kv in (("fp8", "fp8"), ("bf16", "bf16")):
         ratios.clear()
-        flags = "--steps=1", "--updates=2", "--micro-tokens=9999", f"--precision={precision}"
+        flags = "--steps=1", "--updates=2", "--micro-tokens=9999", f"--precision={precision}", f"--kv={kv}"
         steps = run(tmp_path / precision, *flags)
         assert len(ratios) == 2 and ratios[0] == 0 < ratios[1] and steps[0]["ratio"] != 1
 

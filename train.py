@@ -57,6 +57,7 @@ class Config:
     difficulty: int = opt(None, "for generated tasks: number of terms, which sets the length of a solution")
     digits: int = opt(None, "for --task=sum: digits of a term")
     precision: str = opt("fp8", "bf16, fp8-rollout (only the sampler in FP8) or fp8 (one FP8 flow for both)")
+    kv: str = opt("bf16", "keys and values, of sampler and trainer alike: bf16, or fp8 (half the cache)")
     device: str = opt("", "cuda or cpu; empty: cuda if there is one")
     seed: int = opt(0, "seed of weights, problems and samples")
     layers: int = opt(None, "layers of the small model")
@@ -150,7 +151,8 @@ def check(cfg):
     """Refuse, in seconds and before anything is loaded, what cannot work."""
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("--device=cuda, but torch sees no CUDA device: check the driver, or use the CPU")
-    choices = {"task": grpo.TASKS, "precision": model_file.PRECISIONS, "exact": ("", "stop", "warn", "off")}
+    choices = {"task": grpo.TASKS, "precision": model_file.PRECISIONS, "kv": model_file.KV_TYPES,
+               "exact": ("", "stop", "warn", "off")}
     for name, allowed in choices.items():
         if getattr(cfg, name) not in allowed:
             choice = ", ".join(filter(None, allowed))
@@ -360,7 +362,7 @@ class Run:
         tensors = model_file.read_tensors(folder, config) if cfg.model else None
         if self.ranks.rank == 0:
             self.prepare_folder()
-        self.model = Transformer(config, cfg.precision, self.device, seed=None)
+        self.model = Transformer(config, cfg.precision, self.device, seed=None, kv=cfg.kv)
         self.model.recompute = cfg.recompute
         # The file, or the generator of random weights, is read twice: for what the forward pass reads and for
         # the FP32 masters. The model alone never holds more than its own precision.
@@ -538,7 +540,8 @@ class Run:
         if self.reference is None:
             start = os.path.join(self.cfg.out, "start")
             folder = self.cfg.model if self.cfg.model and not self.cfg.sft_steps else start
-            self.reference = Transformer.from_pretrained(folder, self.cfg.precision, self.device)
+            self.reference = Transformer.from_pretrained(folder, self.cfg.precision, self.device,
+                                                         kv=self.cfg.kv)
         return self.reference
 
     def check_exact(self, batch, trainer):
@@ -751,7 +754,8 @@ def header(run):
               f"{cfg.model or 'a toy size'} runs on the CPU, FP8 by its torch reference: exact, and slow")
     count = sum(w.shape.numel() for w in run.model.weights().values())
     print(f"{c.model_type}, {count / 1e6:.1f}M parameters, {c.num_hidden_layers} layers of {c.hidden_size}, "
-          f"vocabulary {c.vocab_size} | precision {cfg.precision}, exact={run.exact} | run folder {cfg.out}")
+          f"vocabulary {c.vocab_size} | precision {cfg.precision}, kv {cfg.kv}, exact={run.exact} | "
+          f"run folder {cfg.out}")
     weights = sum(b.numel() * b.element_size() for b in run.model.buffers())
     print(f"memory: weights {weights / 2**30:.2f} GiB, FP32 masters, moments and gradients "
           f"{16 * count / 2**30:.2f} GiB, head scratch {1024 * c.vocab_size * 10 / 2**30:.2f} GiB; "
