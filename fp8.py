@@ -38,7 +38,9 @@ last bit, and a test can say ==. It takes six rules:
      it keeps about 14 bits, hence the short sums), and one explicit fma adds that to an FP32 total.
   2. Every kernel is launched with enable_fp_fusion=False. Otherwise the compiler may contract a*b + c in one
      tile shape and not in another, and the last bit differs. Where a fused product is meant, tl.fma says so.
-  3. Division and square root are IEEE's (div_rn, sqrt_rn), in kernels as in references.
+  3. Division and square root are IEEE's (div_rn, sqrt_rn), in kernels as in references. A code is a product
+     with the rounded inverse of the scale: one division a group, where one a value would cost more time than
+     reading the value.
   4. A reduction over a row has one kernel, whose number of warps depends on the width alone. Nothing is
      autotuned: what may differ between two runs must not decide on an order.
   5. An FP8 tl.dot has 64 rows and 4 warps or more. Below that it becomes an FP16 product, with other bits. A
@@ -66,7 +68,7 @@ except ImportError:  # macOS, or a bare CPU machine: the references below are al
 
 BLOCK = 128  # one scale per 128 values of a row or 128x128 block of a weight; the K step of every product
 E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0  # the largest finite E4M3 number; its neighbour above is NaN, so we clamp before every cast
+E4M3_MAX = 448.0  # the largest finite E4M3 number; its neighbour above is NaN
 AMAX_FLOOR = 1e-12  # keeps zero blocks from dividing by zero, yet lies far below any gradient worth keeping
 INTERPRET = triton is not None and triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run on a CPU
 
@@ -100,6 +102,11 @@ def round_up(n, multiple):
     return cdiv(n, multiple) * multiple
 
 
+def sqrt_reference(x):
+    """IEEE square root of FP32, as sqrt_rn: torch's own, on a CPU, may end one bit beside it."""
+    return x.double().sqrt().float()
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Quantizers
 
@@ -117,11 +124,12 @@ def empty_scales(groups, rows, device):
 def encode_reference(x, axes):
     """x FP32 -> E4M3 codes of its shape, FP32 scales with `axes` reduced to 1: x is about codes * scales.
 
-    NaN and Inf pass through amax into the scale: a bad step shows in the loss, not as a saturated code.
+    NaN and Inf pass through amax into the scale: a bad step shows in the loss, not as a saturated code. The
+    cast needs no clamp: 1 / scale and the product are off by 2 FP32 steps at most, so what should be 448 is far
+    from 464, where rounding would leave the range.
     """
     scale = x.abs().amax(axes, keepdim=True).clamp(min=AMAX_FLOOR) / E4M3_MAX
-    # A quotient may round to just above 448, and a cast out of range gives NaN: hence the clamp.
-    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
+    return (x * (1 / scale)).to(E4M3), scale
 
 
 def quantize_rows_reference(x):
@@ -161,9 +169,7 @@ def scale_of(amax):
 
 @jit
 def codes_of(x, scale):
-    # By division and not by a reciprocal: the codes are those of the reference.
-    q = tl.div_rn(x, scale)
-    return tl.clamp(q, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    return (x * tl.div_rn(1.0, scale)).to(tl.float8e4nv)
 
 
 @jit
@@ -550,7 +556,7 @@ def norm_reference(h, delta, w, eps):
     if delta is not None:
         h = (h.float() + delta.float()).to(h.dtype)
     x = h.float().contiguous()  # the norm sees the rounded sum, the value that the backward pass will find
-    rstd = 1 / torch.sqrt(x.square().sum(-1) / x.shape[1] + eps)
+    rstd = 1 / sqrt_reference(x.square().sum(-1) / x.shape[1] + eps)
     return h, rstd, norm_output_reference(h, rstd, w)
 
 
@@ -914,28 +920,62 @@ def linear(x, w, bias=None, fp8=None):
 # Optimizer
 
 
-def adamw_reference(p, m, v, g, clip, finite, rate, rescale, betas, eps, decay):
-    """In place: m, v, and p = p decay - rate m / (sqrt(v) rescale + eps); nothing at all unless `finite`."""
-    if finite == 0:
-        return
-    g = g * clip
-    m.copy_(m * betas[0] + g * (1 - betas[0]))
-    v.copy_(v * betas[1] + g * g * (1 - betas[1]))
-    p.copy_(p * decay - rate * m / (v.sqrt() * rescale + eps))
+def philox_reference(seed, c0, c1):
+    """The four words of Philox 4x32-10 (Salmon et al. 2011) at counter (c0, c1, 0, 0), as by tl.philox: 32-bit
+    words held in int64."""
+    low = 0xFFFFFFFF
+    k0, k1, c2, c3 = seed & low, seed >> 32, 0, 0
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # int64 wraps: the 64 bits are right
+        c0, c1, c2, c3 = (b >> 32) & low ^ c1 ^ k0, b & low, (a >> 32) & low ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return c0, c1, c2, c3
+
+
+def round_reference(x, noise):
+    """FP32 -> BF16, up or down with the probabilities that make the mean x; 16 bits of `noise` decide."""
+    moved = (x.view(torch.int32) + (noise & 0xFFFF).to(torch.int32)) & -0x10000
+    return torch.where(x.isnan(), x, moved.view(torch.float32)).bfloat16()
+
+
+def adamw_reference(p, m, v, g, clip, finite, rate, rescale, betas, eps, decay, step, index):
+    """In place: m, v, and p = p decay - rate m / (sqrt(v) rescale + eps), unless not `finite`; clears g.
+
+    BF16 states are rounded with noise keyed by (step, index of the weight, element).
+    """
+    if finite:
+        grad = g * clip
+        m_new = m.float() * betas[0] + grad * (1 - betas[0])
+        v_new = v.float() * betas[1] + grad * grad * (1 - betas[1])
+        new = p.float() * decay - rate * m_new / (sqrt_reference(v_new) * rescale + eps), m_new, v_new
+        if p.dtype == torch.bfloat16:
+            words = philox_reference(step, torch.arange(p.numel(), device=p.device).view(p.shape), index)
+            new = [round_reference(x, noise) for x, noise in zip(new, words)]
+        for old, x in zip((p, m, v), new):
+            old.copy_(x)
+    g.zero_()
 
 
 @jit
-def adamw_kernel(p, m, v, g, control, data, codes, scales, beta1, beta2, rest1, rest2, eps, decay,
+def round_bf16(x, noise):
+    """round_reference; the result is still FP32, of a value that BF16 holds."""
+    moved = (x.to(tl.int32, bitcast=True) + (noise & 0xFFFF).to(tl.int32)) & -0x10000
+    return tl.where(x == x, moved.to(tl.float32, bitcast=True), x)  # a NaN could carry over into the sign
+
+
+@jit(do_not_specialize=["index"])
+def adamw_kernel(p, m, v, g, control, step, data, codes, scales, beta1, beta2, rest1, rest2, eps, decay, index,
                  N: tl.constexpr, K: tl.constexpr, CODES_LINE: tl.constexpr, ROWS: tl.constexpr):
-    """One program updates a 128x128 tile of master p and moments m, v, and writes it to `data` and `codes`.
+    """One program updates a 128x128 tile of master p and moments m, v, writes it to `data` and `codes`, and
+    clears the gradient g.
 
     The tile goes by in chunks of ROWS rows, to fit the registers. Its codes need the amax of all of it, so p
     is read a second time, from the cache. rest1 and rest2 are 1 - beta1 and 1 - beta2, made on the host in
     FP64.
     """
     clip, rate, rescale = tl.load(control), tl.load(control + 2), tl.load(control + 3)
-    if tl.load(control + 1) == 0:  # a gradient was not finite: skip the update, moments included
-        return
+    rows = tl.where(tl.load(control + 1) == 0, 0, N)  # to update: none if a gradient was not finite
+    seed = tl.load(step)
     tile = tl.program_id(0)
     n = tile // tl.cdiv(K, 128) * 128 + tl.arange(0, ROWS)[:, None]
     k = tile % tl.cdiv(K, 128) * 128 + tl.arange(0, 128)
@@ -943,13 +983,19 @@ def adamw_kernel(p, m, v, g, control, data, codes, scales, beta1, beta2, rest1, 
     for row in range(0, 128, ROWS):
         at, mask = (n + row).to(tl.int64) * K + k, (n + row < N) & (k < K)
         grad = tl.load(g + at, mask=mask, other=0) * clip
-        m_new = tl.load(m + at, mask=mask, other=0) * beta1 + grad * rest1
-        v_new = tl.load(v + at, mask=mask, other=0) * beta2 + grad * grad * rest2
-        tl.store(m + at, m_new, mask=mask)
-        tl.store(v + at, v_new, mask=mask)
-        step = tl.div_rn(rate * m_new, tl.sqrt_rn(v_new) * rescale + eps)
-        value = tl.load(p + at, mask=mask, other=0) * decay - step
-        tl.store(p + at, value, mask=mask)
+        tl.store(g + at, 0.0, mask=mask)
+        mask = (n + row < rows) & (k < K)
+        m_new = tl.load(m + at, mask=mask, other=0).to(tl.float32) * beta1 + grad * rest1
+        v_new = tl.load(v + at, mask=mask, other=0).to(tl.float32) * beta2 + grad * grad * rest2
+        change = tl.div_rn(rate * m_new, tl.sqrt_rn(v_new) * rescale + eps)
+        value = tl.load(p + at, mask=mask, other=0).to(tl.float32) * decay - change
+        if p.dtype.element_ty == tl.bfloat16:
+            noise_p, noise_m, noise_v, _ = tl.philox(seed, at.to(tl.uint32), index, 0, 0)
+            value = round_bf16(value, noise_p)
+            m_new, v_new = round_bf16(m_new, noise_m), round_bf16(v_new, noise_v)
+        tl.store(m + at, m_new.to(m.dtype.element_ty), mask=mask)
+        tl.store(v + at, v_new.to(v.dtype.element_ty), mask=mask)
+        tl.store(p + at, value.to(p.dtype.element_ty), mask=mask)
         if data is not None:
             rounded = value.to(data.dtype.element_ty)
             tl.store(data + at, rounded, mask=mask)
@@ -957,24 +1003,32 @@ def adamw_kernel(p, m, v, g, control, data, codes, scales, beta1, beta2, rest1, 
         peak = tl.maximum(peak, tl.where(mask, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
     if codes is not None:
         scale = scale_of(tl.max(tl.max(peak, 1), 0).to(tl.float32, bitcast=True))
-        tl.store(scales + tile, scale)
+        tl.store(scales + tile, scale, mask=rows > 0)
         tl.debug_barrier()  # what another thread of this program wrote is read below
         for row in range(0, 128, ROWS):
-            at, mask = (n + row).to(tl.int64) * K + k, (n + row < N) & (k < K)
+            at, mask = (n + row).to(tl.int64) * K + k, (n + row < rows) & (k < K)
             value = tl.load((p if data is None else data) + at, mask=mask, other=0).to(tl.float32)
             tl.store(codes + (n + row).to(tl.int64) * CODES_LINE + k, codes_of(value, scale), mask=mask)
 
 
 class AdamW:
-    """AdamW with FP32 masters and moments, which writes the weights of the forward pass in the same pass.
+    """AdamW, which writes the weights of the forward pass in the same pass over masters and moments.
 
     A master starts as what its weight holds, for codes already rounded: call load() with the full-precision
-    values. Gradients are views of one buffer: one call measures them all, one clears them. Clip factor, step
-    count and the non-finite flag stay on the device, so the host never waits.
+    values. Gradients are FP32 views of one buffer, so one call measures them all. Clip factor, step count and
+    the non-finite flag stay on the device, so the host never waits.
+
+    Masters and moments are FP32 (12 bytes a parameter) or BF16 (6 bytes). A step changes most values by less
+    than half a BF16 step, and rounding to nearest would undo it, for ever; stochastic rounding keeps it on
+    average. Its noise depends on step, weight and element alone: a resumed run, or another rank, draws the
+    same.
     """
 
-    def __init__(self, weights, betas, eps, weight_decay, decay):
-        """weights: name -> Weight. decay(name): whether weight_decay applies to that weight."""
+    def __init__(self, weights, betas, eps, weight_decay, decay, states=torch.float32):
+        """weights: name -> Weight. decay(name): whether weight_decay applies to that weight. states: dtype of
+        masters and moments, torch.float32 or torch.bfloat16."""
+        if states not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"AdamW(states={states}): torch.float32 or torch.bfloat16")
         self.weights = {}
         for name, w in weights.items():
             if all(w is not other for other in self.weights.values()):  # a tied weight is updated once
@@ -987,8 +1041,10 @@ class AdamW:
         self.master, self.m, self.v = {}, {}, {}
         for (name, w), part in zip(self.weights.items(), self.grads.split(sizes)):
             w.grad = part[:w.shape.numel()].view(w.shape)
-            self.master[name] = w.full().clone()
-            self.m[name], self.v[name] = torch.zeros_like(w.grad), torch.zeros_like(w.grad)
+            # Where the forward pass reads the data type of the masters, its buffer is the master.
+            same = w.data is not None and w.data.dtype == states
+            self.master[name] = w.data if same else w.full().to(states)
+            self.m[name], self.v[name] = (torch.zeros_like(w.grad, dtype=states) for _ in range(2))
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def load(self, pairs):
@@ -1018,20 +1074,21 @@ class AdamW:
         # Bias correction in FP64: 1 - beta2^t loses half its digits in FP32 while t is small.
         rate, rescale = lr / (1 - self.betas[0] ** t), (1 - self.betas[1] ** t) ** -0.5
         control = torch.stack([clip.double(), finite.double(), rate, rescale]).float()
-        for name, w in self.weights.items():
-            self.update(name, w, control, 1 - lr * self.decay[name])
-        self.grads.zero_()
+        for index, (name, w) in enumerate(self.weights.items()):
+            self.update(index, name, w, control, 1 - lr * self.decay[name])
         return norm, finite
 
-    def update(self, name, w, control, decay):
-        tensors = self.master[name], self.m[name], self.v[name], w.grad
+    def update(self, index, name, w, control, decay):
+        p = self.master[name]
+        tensors = p, self.m[name], self.v[name], w.grad
         if not use_kernels(w.grad):
-            adamw_reference(*tensors, *control, self.betas, self.eps, decay)
-            return w.write(self.master[name])
+            adamw_reference(*tensors, *control, self.betas, self.eps, decay, self.steps, index)
+            return w.write(p)
         N, K = w.shape if len(w.shape) == 2 else (1, w.shape.numel())  # a vector is a matrix of one row
         beta1, beta2 = self.betas
-        launch(adamw_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK), *tensors, control, w.data, w.codes, w.scales,
-               beta1, beta2, 1 - beta1, 1 - beta2, self.eps, decay, N, K, round_up(K, 16), 16, num_warps=8)
+        launch(adamw_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK), *tensors, control, self.steps,
+               None if w.data is p else w.data, w.codes, w.scales, beta1, beta2, 1 - beta1, 1 - beta2, self.eps,
+               decay, index, N, K, round_up(K, 16), 16, num_warps=8)
 
     def state(self):
         """Tensors for a checkpoint: master.NAME, m.NAME, v.NAME, step."""
@@ -1043,10 +1100,10 @@ class AdamW:
         """Resume from state(): the weights, written from the masters, get the bits that they had."""
         mine = self.state()
         wrong = sorted(mine.keys() ^ state.keys())
-        wrong = wrong or [k for k, x in mine.items() if x.shape != state[k].shape]
+        wrong = wrong or [k for k, x in mine.items() if (x.shape, x.dtype) != (state[k].shape, state[k].dtype)]
         if wrong:
-            raise ValueError(f"optimizer state: {wrong[:4]} on one side only, or of another shape: resume "
-                             "with the model that saved it")
+            raise ValueError(f"optimizer state: {wrong[:4]} on one side only, or of another shape or dtype: "
+                             "resume with the model and the precision of states that saved it")
         for key, tensor in mine.items():
             tensor.copy_(state[key])
         for name, w in self.weights.items():
