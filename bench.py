@@ -567,8 +567,9 @@ def quant(rows, quick):
 
 def our_block(model, packing):
     """The model's first layer: (h, delta) -> (h, delta), (T, C) each, as Layer.forward describes them."""
-    layer, attend = model.layers[0], lambda q, k, v: attention(q, k, v, packing)
-    return lambda h, delta: layer(h, delta, packing.positions, model.table, attend, model.precision == "fp8")
+    layer, attend = model.layers[0], lambda q, k, v, cache: attention(q, k, v, packing)
+    return lambda h, delta: layer(h, delta, packing.positions, model.table, attend,
+                                  quantized=model.precision == "fp8", fp8_kv=False)
 
 
 def torch_block(model, S, backend):
