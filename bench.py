@@ -202,10 +202,12 @@ def middle(x):
 
 def compile_ahead(calls):
     """Runs each call once, side by side: a kernel takes one core a second to compile, and there are many."""
+    began = time.time()
     calls[0]()                                        # alone: it starts Triton
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda call: call(), calls))    # the list raises what a call raised
     torch.cuda.empty_cache()
+    print(f"kernels compiled in {time.time() - began:.0f} s")
 
 
 def allowed(library, call):
