@@ -44,6 +44,7 @@ from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+import bench  # noqa: E402
 import fp8  # noqa: E402
 import grpo  # noqa: E402
 import model  # noqa: E402
@@ -70,6 +71,9 @@ def by_mode(plain, interpreted, gpu):
 # Relative error against FP64: a few roundings of 2^-24 or 2^-9 in a row.
 LIMIT = {FP32: 3e-6, BF16: 1.2e-2}
 DTYPES = by_mode([FP32, BF16], [FP32], [BF16])  # the interpreter multiplies BF16 as integers
+
+
+FUZZ = int(os.environ.get("FUZZ", by_mode(0, 6, 48)))  # cases of each test that draws its own
 
 
 def same(a, b, what=""):
@@ -510,6 +514,62 @@ def test_kernel_wgrad(M, N, K):
     fp8.wgrad(*moved(dyt), *moved(xt), mine)
     fp8.wgrad_reference(*dyt, *xt, out)
     assert relative(mine, out) < 1e-3
+
+
+def wild(rows, cols, height):
+    """FP32 (rows, cols): blocks of height x 128 have scales over 2^-20 .. 2^20, one in eight is zero."""
+    blocks = -(-rows // height), -(-cols // 128)
+    factor = 2.0 ** torch.randint(-20, 21, blocks) * (torch.rand(blocks) > 1 / 8)
+    factor = factor.repeat_interleave(height, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
+    return torch.randn(rows, cols, device=DEVICE) * factor.to(DEVICE)
+
+
+def cut(pair, rows, cols=0):
+    """(codes, scales) of 1x128 groups without the first rows, and columns: a view into the larger tensors."""
+    return pair[0][rows:, cols:], pair[1][cols // 128:, rows:]
+
+
+def close_to_fp64(mine, x, w, start, what):
+    """mine = start + x w^T within the tensor core's short sums and a BF16 rounding; x, w: FP64 values."""
+    limit = 2.0 ** -10 * (x.abs() @ w.abs().t()) + 2.0 ** -8 * start.abs()
+    want = start + x @ w.t()
+    if mine.dtype == BF16:
+        limit += 2.0 ** -8 * want.abs()
+    wrong = ~((mine.double() - want).abs() <= limit)
+    assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} are too far from FP64"
+
+
+@needs_kernels
+def test_kernel_products_fuzz():
+    """FUZZ random shapes, scales and views. Weights of a new shape are compiled: few shapes, and any M."""
+    rng, (most, top) = random.Random(0), (1500, 3000) if CUDA else (150, 400)
+    weights = [(rng.randint(1, most), rng.randint(1, top), rng.choice((0, 128)), rng.choice((0, 128)), i % 2)
+               for i in range(3 + FUZZ // 250)]
+
+    def values(codes, scales):
+        return codes.double() * scales.t().double().repeat_interleave(128, 1)[:, :codes.shape[1]]
+
+    for case in range(FUZZ):
+        torch.manual_seed(case)
+        N, K, skip_n, skip_k, biased = rng.choice(weights)
+        M = min(most, rng.choice([1, 16, 65, 128, 129, 257, rng.randint(1, most)]))
+        skip_x = rng.choice((0, 4, 128))
+        what = f"case {case}: M={M} N={N} K={K} skipping {skip_x} rows of X, {skip_n} x {skip_k} of W"
+        x = cut(fp8.quantize_rows(wild(M + skip_x, K, 1)), skip_x)
+        codes, scales = fp8.quantize_blocks(wild(N + skip_n, K + skip_k, 128))
+        w = codes[skip_n:, skip_k:], scales[skip_n // 128:, skip_k // 128:]
+        bias = torch.randn(N, device=DEVICE).bfloat16() if biased else None
+        mine = fp8.fprop(*x, *w, bias)
+        same(mine, fp8.fprop(*x, *w, bias, tile=fp8.fprop_tile(M)), what)
+        start = torch.zeros(N, device=DEVICE) if bias is None else bias
+        close_to_fp64(mine, values(*x), fp8.dequantize_blocks(*w).double(), start.double(), what)
+
+        dyt = cut(fp8.quantize_cols(wild(N + skip_n, M + skip_x, 1).t()), skip_n, skip_x // 128 * 128)
+        xt = cut(fp8.quantize_cols(wild(K + skip_k, M + skip_x, 1).t()), skip_k, skip_x // 128 * 128)
+        start = torch.randn(N, K, device=DEVICE)
+        mine = start.clone()
+        fp8.wgrad(*dyt, *xt, mine)
+        close_to_fp64(mine, values(*dyt), values(*xt), start.double(), "dW, " + what)
 
 
 @needs_kernels
@@ -2937,6 +2997,36 @@ def test_errors_are_two_lines(program, flags, words, monkeypatch):
             runpy.run_path(str(HERE / f"{program}.py"), run_name="__main__")
         if not debug:
             assert str(error.value).startswith("error: ") and str(error.value).count("\n") < 2
+
+
+@cpu_only
+def test_bench_block_in_plain_torch():
+    """The layer that a whole block is compared with computes what ours does, gradients included."""
+    config = tiny_config(num_hidden_layers=1, model_type="qwen3")
+    policy, packing = Transformer(config, "bf16", "cpu", FP32), model.pack([20] * 3, "cpu")
+    run, leaves = bench.torch_block(policy, 20, bench.SDPBackend.MATH)
+    h, delta, *grads = torch.randn(4, 60, config.hidden_size).unbind()
+    h.requires_grad_(), delta.requires_grad_()
+    mine, other = bench.our_block(policy, packing)(h, delta), run(h, delta)
+    mine += torch.autograd.grad(mine, (h, delta), grads)
+    other += torch.autograd.grad(other, (h, delta, *leaves), grads)
+    mine += tuple(w.grad for w in policy.layers[0].children())
+    assert max(map(relative, mine, other)) < LIMIT[FP32]
+
+
+def test_bench_rows(tmp_path, capsys):
+    """New rows take the place of old ones about the same thing, and no others; means are geometric."""
+    rows, out = [], str(tmp_path / "rows.json")
+    table = bench.Table("gemm", rows, "us", "x_bf16")
+    table.add("fprop", "a", us=3.0, x_bf16=2.0), table.add("fprop", "b", us=4.0, x_bf16=8.0)
+    table.add("wgrad", "a", us=5.0, x_bf16=None)
+    bench.merge(out, [{**row, "us": 0.0} for row in rows] + [{"section": "quant", "case": "x", "shape": "a"}])
+    table.means()
+    bench.merge(out, rows)
+    found = {(r["section"], r["case"], r["shape"]): r for r in bench.read_results(out)["rows"]}
+    assert len(found) == len(bench.read_results(out)["rows"]) == 6
+    assert [found["gemm", "fprop", shape].get("us") for shape in ("a", "b", "geometric mean")] == [3, 4, None]
+    assert found["gemm", "fprop", "geometric mean"]["x_bf16"] == pytest.approx(4)
 
 
 def test_explain():
