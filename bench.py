@@ -1095,7 +1095,7 @@ def train_rows(table, size, lengths, bf16):
                 case = f"{length}, {updates} updates"
                 bf16.setdefault((size, case), seconds)
                 flops = model_flops(model.config, tokens, length)
-                table.add(case, f"Qwen3-{size} shape", precision=precision, tok_per_s=tokens / seconds,
+                table.add(case, size, precision=precision, tok_per_s=tokens / seconds,
                           mfu=flops / seconds / BF16_PEAK, old_s=passes, forward_s=BATCH * forward,
                           backward_s=BATCH * backward, step_s=updates * step,
                           gib=torch.cuda.max_memory_allocated() / 2**30, x_bf16=bf16[size, case] / seconds)
@@ -1134,13 +1134,13 @@ def transformers_rows(table):
     for recompute in (False, True):
         case = "8 x 1024" + ", recompute" * recompute
         theirs, peak = transformers_seconds(recompute)
-        table.add(case, "Qwen3-1.7B shape", precision=f"transformers {transformers.__version__}",
+        table.add(case, "1.7B", precision=f"transformers {transformers.__version__}",
                   tok_per_s=8192 / theirs, gib=peak)
         for precision in ("bf16", "fp8"):
             _, model, optimizer = trained_model("1.7B", precision)
             model.recompute = recompute
             seconds = sum(update_seconds(model, optimizer, 8, 1024)[1:])
-            table.add(case, "Qwen3-1.7B shape", precision=precision, tok_per_s=8192 / seconds,
+            table.add(case, "1.7B", precision=precision, tok_per_s=8192 / seconds,
                       gib=torch.cuda.max_memory_allocated() / 2**30, x_transformers=theirs / seconds)
             del model, optimizer
 
@@ -1181,13 +1181,13 @@ def whole_step(size, precision, prompts, samples, length):
 def step_section(rows, quick):
     columns = "precision", "tok_per_s", "rollout_s", "update_s", "gib", "x_bf16"
     table = Table("step", rows, *columns, key="model")
-    prompts, samples, length = 8, 8, 128 if quick else 1024
+    prompts, samples, length = 8, 8, 128 if quick else 512
     for size in ["1.7B"] if quick else LAYERS:
         for precision in ("bf16", "fp8-rollout", "fp8"):
             rollout, update, peak = whole_step(size, precision, prompts, samples, length)
             if precision == "bf16":
                 bf16 = rollout + update
-            table.add(f"{prompts * samples} x {length}", f"Qwen3-{size} shape", precision=precision,
+            table.add(f"{prompts * samples} x {length}", size, precision=precision,
                       tok_per_s=prompts * samples * length / (rollout + update), rollout_s=rollout,
                       update_s=update, gib=peak, x_bf16=bf16 / (rollout + update))
 
