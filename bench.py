@@ -275,8 +275,8 @@ EXACT_MODELS = {
     "qwen3 512, 7/1 x 128": ("qwen3", 512, 576, 7, 1, 128, False),
 }
 # slots, completions, longest response, longest prompt. The first completion has the longest response.
-EXACT_BATCHES = [(1, 9, 1024, 700), (7, 21, 2048, 700), (16, 24, 16384, 700), (64, 129, 4096, 700),
-                 (300, 450, 4096, 700)]
+EXACT_BATCHES = [(1, 9, 1024, 700), (7, 21, 2048, 700), (64, 129, 4096, 700), (300, 450, 4096, 700)]
+EXACT_LONG = (16, 24, 16384, 700)        # for the last model alone: 16k tokens of response
 EXACT_QUICK = [(1, 3, 20, 70), (7, 12, 80, 70)]
 
 
@@ -386,13 +386,14 @@ def exact_case(table, name, model, batch):
 
 
 def exact(rows, quick):
-    """All models in fp8 at all batch sizes, the last also with FP8 KV; then one in the other precisions, for
-    contrast."""
+    """All models in fp8 at all batch sizes, the last also at length and with FP8 KV; then one in the other
+    precisions, for contrast."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table = Table("exact", rows, "precision", "kv", "tokens", "differing", "pages", "pages_differing",
                   "mean_dlogp", "max_dlogp", "longest", "preemptions", "seconds", key="model")
     batches, models = (EXACT_QUICK, list(EXACT_MODELS)[:2]) if quick else (EXACT_BATCHES, list(EXACT_MODELS))
-    runs = [(name, "fp8", "bf16", batches) for name in models] + [(models[-1], "fp8", "fp8", batches)]
+    runs = [(name, "fp8", "bf16", batches) for name in models[:-1]]
+    runs += [(models[-1], "fp8", kv, batches + [EXACT_LONG] * (not quick)) for kv in ("bf16", "fp8")]
     runs += [(models[0], precision, "bf16", batches[-2:-1]) for precision in ("fp8-rollout", "bf16")]
     for seed, (name, precision, kv, cases) in enumerate(runs):
         model = exact_model(name, precision, kv, device, seed if precision == "fp8" else 0)

@@ -1801,7 +1801,7 @@ def launch_head(kernel, x, w, *args):
     (T, C), V, tiles, step = x.shape, len(w), triton.cdiv(len(w), VTILE), 64
     rows, describe = 64 if T <= 64 else 128, TensorDescriptor.from_tensor
     launch(kernel, triton.cdiv(T, rows) * tiles, describe(x, [rows, step]), describe(w, [VTILE, step]), *args,
-           T, V, C, tiles, rows, VTILE, step, num_warps=rows // 16, num_stages=3)
+           T, V, C, tiles, rows, VTILE, step, num_warps=rows // 16, num_stages=4 if rows == 64 else 3)
 
 
 def head_forward(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=None, positions=None):

@@ -1029,7 +1029,7 @@ class Recorder:
         found = sorted(set(re.findall(r"\b(QGMMA|HGMMA|HMMA|LDL|STL)", sass)))
         print("BUILT", self.name, read, *found, "shared", compiled.metadata.shared, flush=True)
         # The gradient of keys and values takes all registers: up to 24 bytes of the loop's bookkeeping spill.
-        if not read["STACK"] <= {"attention_dkv_kernel": 32}.get(self.name, -1):
+        if not (self.name == "attention_dkv_kernel" and read["STACK"] <= 32):
             assert not {"LDL", "STL"} & set(found) and not read["LOCAL"], f"{self.name} spills"
         if self.name in MATRIX_UNITS:
             assert MATRIX_UNITS[self.name] in found, f"{self.name} leaves the Hopper matrix units"
@@ -2420,17 +2420,18 @@ def test_soak_in_a_pool_that_is_too_small(tiny, monkeypatch, growth):
 
 
 @needs_gpu
-def test_soak_of_two_thousand_requests(capsys):
+def test_soak_of_two_thousand_requests(capsys, monkeypatch):
     """Through graphs of all sizes and a pool that is too small: nothing lost or repeated, no page kept."""
+    monkeypatch.setattr(rollout, "GROWTH_PAGES", 0)
     policy, draw = make_policy("fp8"), random.Random(4)
     prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100, 200]) for _ in range(500)], seed=4)
-    limits = [min(250, 1 + int(30 * math.exp(draw.gauss(0, 1)))) for _ in range(2000)]
-    small = Sampler(policy, max_slots=300, pages=500)
+    limits = [min(300, 1 + int(40 * math.exp(draw.gauss(0, 1.2)))) for _ in range(2000)]
+    small = Sampler(policy, max_slots=300, pages=100)
     result = small.generate(prompts, 4, limits, seed=8, stop=[])
     assert [len(t) for t in result.tokens] == limits and result.n_tokens == sum(limits)
     assert small.pool.free == small.pool.capacity and not any(small.pool.references)
     assert result.preemptions > 3
-    assert "sampler: 300 slots, 500 pages of 64 tokens (32,000 tokens" in capsys.readouterr().out
+    assert "sampler: 300 slots, 100 pages of 64 tokens (6,400 tokens" in capsys.readouterr().out
     assert drawn(result) == drawn(Sampler(policy).generate(prompts, 4, limits, seed=8, stop=[]))
 
 
