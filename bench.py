@@ -2,8 +2,10 @@
 Everything that is claimed in numbers: exactness first, then the speed of each kernel beside a library's.
 
     python bench.py exact                       # sampler and trainer, bit by bit; exits with 1 if fp8 differs
-    python bench.py gemm quant attention head   # kernels, random data, medians
+    python bench.py gemm quant block optimizer  # products, quantizers, a whole layer, AdamW: random data
+    python bench.py attention head              # the kernels that stay in BF16
     python bench.py decode rollout              # steps of the sampler at real shapes, whole batches
+    python bench.py train step                  # updates at real shapes; rollout and update together
     python bench.py plot runs/a runs/b          # curves of training -> assets/runs.png (needs matplotlib)
 
 Each section prints a table; the last line on stdout is one JSON object, whose rows are merged into --out
@@ -13,8 +15,10 @@ a file.
 How to read a row: `us` is the median of one call, and `spread` the distance from the 10th to the 90th
 percentile as a share of it. `of_limit` is the share of what the hardware allows: the larger of the time for
 the operations (dense tensor peak) and for the bytes that have to move (copy rate, measured in the same run).
-`x_name` is the time of that library over ours: above 1, ours is faster. Inputs rotate over more memory than
-the L2 cache holds.
+`x_name` is the time of that alternative over ours: above 1, ours is faster. `plain` is the readable Triton
+kernel beside a faster one, `bf16` cuBLAS (for `block` our own layer in BF16), `cublaslt` its blockwise FP8
+product, `deepgemm` the package of that name, which is compared with where it is installed, `torch` what torch
+offers without kernels of one's own. Inputs rotate over more memory than the L2 cache holds.
 """
 
 import argparse
@@ -28,6 +32,7 @@ import os
 import random
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8
 import grpo
+import train
 from model import (PAGE, Config, Transformer, attention, empty_cache, pack, paged_attention, sample,
                    token_logprobs)
 from rollout import BUCKETS, Parser, Sampler, explain, pages_for
@@ -64,6 +70,19 @@ class Table:
         print(f"{case:18} {where:34} {cells}", flush=True)
 
 
+    def means(self):
+        """One more row for each case: the geometric means of its ratios."""
+        cases = {}
+        for row in self.rows:
+            if row["section"] == self.section:
+                cases.setdefault(row["case"], []).append(row)
+        for case, rows in cases.items():
+            ratios = {name: [row[name] for row in rows if name in row]
+                      for name in self.columns if name.startswith("x_")}
+            self.add(case, "geometric mean",
+                     **{name: math.exp(sum(map(math.log, x)) / len(x)) for name, x in ratios.items() if x})
+
+
 def show(value):
     if value is None or isinstance(value, str):
         return value or "-"
@@ -78,7 +97,26 @@ def machine():
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)"
     triton = fp8.triton.__version__ if fp8.triton else "absent"
     command = " ".join(["python", *sys.argv])
-    return {"gpu": name, "torch": torch.__version__, "triton": triton, "command": command}
+    versions = {"torch": torch.__version__, "triton": triton}
+    if deep_gemm():
+        versions["deep_gemm"] = deep_gemm().__version__
+    return {"gpu": name, **versions, "command": command}
+
+
+note = functools.cache(print)                    # each message once
+
+
+@functools.cache
+def deep_gemm():
+    """The package DeepGEMM, or None: nothing here needs it, but it is the one to compare with."""
+    try:
+        import deep_gemm
+        return deep_gemm
+    except ImportError:
+        return None
+    except (OSError, RuntimeError) as error:     # installed, but its libraries or its compiler are not found
+        note(f"note: deep_gemm cannot be loaded: {str(error).strip().splitlines()[0][:150]}")
+        return None
 
 
 def read_results(path):
@@ -112,15 +150,35 @@ def merge(path, rows):
 # ---- timing ------------------------------------------------------------------------------------------------
 
 
-def measure(calls, graph=True, budget_s=0.15):
-    """Microseconds of one call and their spread, over repeated runs through all of `calls`.
+def measure(calls, graph=True, budget_s=0.1):
+    """Microseconds of one call and their spread, as by `compare`."""
+    return compare({"": calls}, graph, budget_s)[""]
 
-    The calls do the same work on different memory. They run back to back between two events, so that gaps of
-    the host stay out: replayed from a CUDA graph, or, where autograd cannot be captured, launched ahead while
-    the GPU sleeps.
+
+def compare(contenders, graph=True, budget_s=0.1):
+    """{name: calls} -> {name: (microseconds of one call, their spread)}, over repeated runs of all calls.
+
+    The calls of one contender do the same work on different memory. They run back to back between two events,
+    so that gaps of the host stay out: replayed from a CUDA graph, or, where autograd cannot be captured,
+    launched ahead while the GPU sleeps. Contenders take turns: clocks fall under load, for all alike then.
     """
     torch.cuda.empty_cache()                     # the memory of earlier graphs
-    calls = calls * -(-8 // len(calls))          # a short kernel alone would cost less than the events
+    ready = {name: prepare(calls, graph) for name, calls in contenders.items()}
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = {name: [] for name in ready}
+    for _ in range(min(max(int(budget_s / max(once for _, _, once in ready.values())), 7), 50)):
+        for name, (run, count, once) in ready.items():
+            torch.cuda._sleep(200_000 if graph else int(2e9 * once))     # in clocks, of at most 2 GHz
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1000 / count)
+    return {name: middle(x) for name, x in times.items()}
+
+
+def prepare(calls, graph):
+    """Calls, already or not yet compiled -> function that runs them all, their number, its seconds."""
     run = lambda: [call() for call in calls]
     for _ in range(2):                           # the first run compiles, the second takes its memory
         run()
@@ -128,36 +186,46 @@ def measure(calls, graph=True, budget_s=0.15):
     begin = time.perf_counter()
     run()
     torch.cuda.synchronize()
-    once = time.perf_counter() - begin           # seconds, host included
-    if graph:
-        recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(recorded):
-            kept = run()                         # alive, or the allocator would give all calls one output
-        run = recorded.replay
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(min(max(int(budget_s / once), 7), 50)):
-        torch.cuda._sleep(200_000 if graph else int(2e9 * once))     # in clocks, of at most 2 GHz
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    times.sort()
-    median, n = times[len(times) // 2], len(times) - 1
-    return median, (times[round(0.9 * n)] - times[round(0.1 * n)]) / median
+    once = time.perf_counter() - begin           # host included
+    # Between two events go 8 calls or 4 ms of them: a short kernel alone would cost less than the events.
+    repeats = min(-(-8 // len(calls)), max(1, round(4e-3 / once)))
+    calls, once = calls * repeats, once * repeats
+    if not graph:
+        return run, len(calls), once
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded):
+        kept = run()                             # alive, or the allocator would give all calls one output
+    return lambda: (recorded.replay(), kept), len(calls), once
 
 
-def attempt(library, *args, **options):
-    """The median of measure(), or None where a library refuses: an empty column, and the reason printed."""
+def middle(x):
+    """-> median, distance from the 10th to the 90th percentile as a share of it."""
+    x, n = sorted(x), len(x) - 1
+    return x[len(x) // 2], (x[round(0.9 * n)] - x[round(0.1 * n)]) / x[len(x) // 2]
+
+
+def compile_ahead(calls):
+    """Runs each call once, side by side: a kernel takes one core a second to compile, and there are many."""
+    began = time.time()
+    calls[0]()                                        # alone: it starts Triton
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda call: call(), calls))    # the list raises what a call raised
+    torch.cuda.empty_cache()
+    print(f"kernels compiled in {time.time() - began:.0f} s")
+
+
+def allowed(library, call):
+    """What `call` returns, or None where the library refuses: an empty column, and the reason printed."""
     try:
-        return measure(*args, **options)[0]
+        return call()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         note(f"note: {library} is not measured everywhere: {str(error).strip().splitlines()[0][:150]}")
         return None
 
 
-note = functools.cache(print)                    # each message once
+def attempt(library, *args, **options):
+    """The median of measure(), or None where a library refuses."""
+    return allowed(library, lambda: measure(*args, **options)[0])
 
 
 def over(theirs, ours):
@@ -174,10 +242,14 @@ def check_close(what, got, want, tolerance):
 
 @functools.cache
 def copy_rate():
-    """Bytes a second of a large device copy, read and written both counted: the ceiling of this very card."""
-    source = [torch.randn(2**27, device="cuda") for _ in range(2)]           # 0.5 GiB each
-    target = torch.empty_like(source[0])
-    rate = 2 * target.nbytes / (measure([lambda x=x: target.copy_(x) for x in source])[0] * 1e-6)
+    """Bytes a second of a large copy, read and written both counted: the ceiling of this very card.
+
+    By a kernel, not by copy_: in a graph that is a memcpy node, which from 512 MiB on runs at 2.7 TB/s on an
+    H200, where a kernel reaches 4.2 or more.
+    """
+    source = torch.randn(2**30, dtype=torch.bfloat16, device="cuda")          # 2 GiB
+    target = torch.empty_like(source)
+    rate = 2 * source.nbytes / (measure([lambda: torch.mul(source, 1, out=target)])[0] * 1e-6)
     print(f"copy rate of this GPU: {rate / 1e12:.2f} TB/s")
     return rate
 
@@ -358,78 +430,111 @@ def cublaslt(a, scale_a, b, scale_b, blocks):
     return lambda: F.scaled_mm(a, b.t(), scale_a.t(), row, scale_b.t(), block if blocks else row)
 
 
+def deepgemm(a, scale_a, b, scale_b, blocks):
+    """The same by DeepGEMM, None without the package. Without `blocks` it adds to FP32, as WGrad wants it."""
+    if not deep_gemm():
+        return None
+    if blocks:
+        out = torch.empty(len(a), len(b), dtype=torch.bfloat16, device=a.device)
+        options = {}
+    else:
+        out, scale_b = torch.zeros(len(a), len(b), device=a.device), scale_b.t()
+        options = {"c": out, "recipe": (1, 1, 128)}
+    left, right = (a, scale_a.t()), (b, scale_b)
+    return lambda: (deep_gemm().fp8_gemm_nt(left, right, out, **options), out)[1]
+
+
+def row_calls(x, w, codes, scales):
+    """x w^T -> {who: call}; w (N, K) is given in BF16 and as codes. None: not to be had."""
+    q, s = fp8.quantize_rows(x)
+    tile, few = fp8.fprop_tile(len(x)), len(x) <= 256
+    return {"ours": lambda: fp8.fprop(q, s, codes, scales),
+            "plain": lambda: fp8.fprop(q, s, codes, scales, tile=tile),
+            "bf16": lambda: torch.mm(x, w.t()),
+            "cublaslt": None if few else cublaslt(q, s, codes, scales, True),    # for a few rows behind BF16
+            "deepgemm": deepgemm(q, s, codes, scales, True)}
+
+
 def fprop_calls(M, N, K):
-    """One set of operands -> {who: call}, all on the same values."""
-    x, w = randn(M, K), randn(N, K)
-    (xc, xs), (wc, ws) = fp8.quantize_rows(x), fp8.quantize_blocks(w)
-    return {"ours": lambda: fp8.fprop(xc, xs, wc, ws), "bf16": lambda: torch.mm(x, w.t()),
-            "cublaslt": cublaslt(xc, xs, wc, ws, True)}
+    w = randn(N, K)
+    return row_calls(randn(M, K), w, *fp8.quantize_blocks(w))
 
 
 def dgrad_calls(M, N, K):
-    dy, w = randn(M, N), randn(N, K)
-    (dc, ds), (wc, ws) = fp8.quantize_rows(dy), fp8.quantize_blocks(w)
-    wt, wts = fp8.transpose_codes(wc), ws.t()
-    return {"ours": lambda: fp8.fprop(dc, ds, wt, wts), "bf16": lambda: torch.mm(dy, w),
-            "cublaslt": cublaslt(dc, ds, wt, wts, True)}
+    w = randn(N, K)
+    codes, scales = fp8.quantize_blocks(w)
+    return row_calls(randn(M, N), w.t(), fp8.transpose_codes(codes), scales.t())
 
 
 def wgrad_calls(M, N, K):
-    """Ours adds to an FP32 gradient (8 bytes an element move), the libraries write BF16 (2 bytes)."""
-    dy, x = randn(M, N), randn(M, K)
-    (dc, ds), (xc, xs), out = fp8.quantize_cols(dy), fp8.quantize_cols(x), torch.zeros(N, K, device="cuda")
-    return {"ours": lambda: (fp8.wgrad(dc, ds, xc, xs, out), out)[1], "bf16": lambda: torch.mm(dy.t(), x),
-            "cublaslt": cublaslt(dc, ds, xc, xs, False)}
+    """Ours and DeepGEMM add to an FP32 gradient (8 bytes an element move), cuBLAS writes BF16 (2 bytes)."""
+    dy, x, out = randn(M, N), randn(M, K), torch.zeros(N, K, device="cuda")
+    (dc, ds), (xc, xs) = fp8.quantize_cols(dy), fp8.quantize_cols(x)
+    return {"ours": lambda: (fp8.wgrad(dc, ds, xc, xs, out), out)[1],
+            "bf16": lambda: torch.mm(dy.t(), x),
+            "cublaslt": cublaslt(dc, ds, xc, xs, False),
+            "deepgemm": deepgemm(dc, ds, xc, xs, False)}
 
 
-def gemm_row(table, case, where, make, M, N, K):
-    """Time one product at one shape. Decode mostly reads weights: enough sets of them to leave the cache."""
-    small = case == "decode"
-    sets = [make(M, N, K) for _ in range(max(2, math.ceil(COLD / (N * K))) if small else 2)]
-    first = sets[0]
-    # E4M3 keeps 3 bits after the leading one: about 2.6 % on an operand, 3.7 % on a product of random values.
-    check_close(f"{case} {where}", first["ours"](), first["bf16"](), 0.05)
-    ours, spread = measure([s["ours"] for s in sets])
-    bf16 = measure([s["bf16"] for s in sets])[0]
-    lt = None
-    if not small and first["cublaslt"]:       # cuBLASLt is no baseline for a few rows: far behind BF16 there
-        lt = attempt("cuBLASLt", [s["cublaslt"] for s in sets])
+PRODUCTS = {"fprop": fprop_calls, "dgrad": dgrad_calls, "wgrad": wgrad_calls, "decode": fprop_calls}
+# Relative difference from ours that is allowed. The plain kernel has the same bits. E4M3 keeps 3 bits after
+# the leading one: about 2.6 % on an operand, 3.7 % on a product of random values.
+OTHERS = {"plain": 0, "bf16": 0.05, "cublaslt": 0.005, "deepgemm": 0.005}
+
+
+def gemm_row(table, case, where, M, N, K):
+    """Time one product at one shape, and each alternative after its result is found to be right."""
     flops = 2 * M * N * K
     # All three matrices once at a byte an element, and what the result has more: FP32 in and out, or BF16.
     bytes_moved = M * (N + K) + N * K + {"wgrad": 7 * N * K, "dgrad": M * K}.get(case, M * N)
+    sets = [PRODUCTS[case](M, N, K) for _ in range(max(2, math.ceil(COLD / bytes_moved)))]
+    want, correct = sets[0]["ours"](), {}
+    for name, tolerance in OTHERS.items():
+        got = allowed(name, sets[0][name]) if sets[0].get(name) else None
+        if got is not None:
+            check_close(f"{case} {where}: {name}", got, want, tolerance)
+            correct[name] = [s[name] for s in sets]
+    del want, got
+    times = compare({"ours": [s["ours"] for s in sets], **correct})
+    ours, spread = times.pop("ours")
+    us = {name: t for name, (t, _) in times.items()}
     table.add(case, where, us=ours, tflops=flops / ours / 1e6, tb_per_s=bytes_moved / ours / 1e6,
-              of_limit=limit_us(bytes_moved, flops, FP8_PEAK) / ours, x_bf16=bf16 / ours,
-              x_cublaslt=over(lt, ours), bf16_us=bf16, cublaslt_us=lt, spread=spread)
+              of_limit=limit_us(bytes_moved, flops, FP8_PEAK) / ours, spread=spread,
+              **{f"x_{name}": time / ours for name, time in us.items()},
+              **{f"{name}_us": time for name, time in us.items()})
 
 
 def gemm(rows, quick):
     copy_rate()
-    table = Table("gemm", rows, "us", "tflops", "tb_per_s", "of_limit", "x_bf16", "x_cublaslt", "spread")
-    makers = {"fprop": fprop_calls, "dgrad": dgrad_calls, "wgrad": wgrad_calls}
+    table = Table("gemm", rows, "us", "tflops", "tb_per_s", "of_limit",
+                  *(f"x_{name}" for name in OTHERS), "spread")
+    shapes = []
     for size in ["8B"] if quick else QWEN3:
         for layer, (N, K) in layer_shapes(size).items():
-            for case, make in makers.items():
-                gemm_row(table, case, f"{size} {layer} M8192 N{N} K{K}", make, 8192, N, K)
-            for M in (16, 64, 256):
-                gemm_row(table, "decode", f"{size} {layer} M{M} N{N} K{K}", fprop_calls, M, N, K)
+            shapes += [(case, f"{size} {layer}", 8192, N, K) for case in ("fprop", "dgrad", "wgrad")]
+            if (size, layer) == ("8B", "qkv"):
+                shapes.append(("wgrad", f"{size} {layer}", 32768, N, K))
+            shapes += [("decode", f"{size} {layer}", M, N, K) for M in (16, 64, 256)]
+
+    def compile_one(case, M, N, K):
+        calls = PRODUCTS[case](M, N, K)
+        calls["ours"](), calls.get("plain", calls["ours"])()
+    compile_ahead([functools.partial(compile_one, case, *shape) for case, _, *shape in shapes])
+    for case, layer, M, N, K in shapes:
+        gemm_row(table, case, f"{layer} M{M} N{N} K{K}", M, N, K)
+    table.means()
 
 
 # ---- quant: kernels that only move bytes -------------------------------------------------------------------
 
 
 def quant_cases(M, C, width):
-    """{case: (shape, bytes moved, maker of a call on fresh memory)}; a scale is 4 bytes for 128 values."""
+    """{case: (shape, bytes moved an element, maker of a call on fresh memory)}; a scale is 4 bytes for 128
+    values."""
     w, scale = fp8.Weight((C,), device="cuda"), 4 / 128
     w.write(torch.rand(C) + 0.5)
     rstd = torch.rand(M, device="cuda") + 0.5
     on = lambda f, *shapes: lambda: functools.partial(f, *(randn(*s) for s in shapes))
-
-    def adamw():
-        weight = fp8.Weight((2 * width, C), device="cuda", keep="codes")
-        weight.write(torch.randn(2 * width, C, device="cuda"))
-        optimizer = fp8.AdamW({"w": weight}, (0.9, 0.95), 1e-8, 0.1, lambda name: True)
-        weight.grad.normal_()
-        return lambda: optimizer.step(1e-4, 1.0)
 
     def transpose():
         codes = fp8.quantize_blocks(randn(2 * width, C))[0]
@@ -443,27 +548,176 @@ def quant_cases(M, C, width):
         "transpose_codes": (matrix, 2, transpose),
         # read the residual and what is added to it, write their sum and the codes
         "add+norm+quantize": (x, 7 + scale, on(lambda h, d: fp8.norm_forward(h, d, w, 1e-6, True), x, x)),
-        "norm backward": (x, 8.5, on(lambda dy, dh, h: fp8.norm_backward(dy, dh, h, rstd, w), x, x, x)),
+        "norm backward": (x, 8, on(lambda dy, dh, h: fp8.norm_backward(dy, dh, h, rstd, w), x, x, x)),
         "norm to columns": (x, 3 + scale, on(lambda h: fp8.norm_operand(h, rstd, w, 1e-6, True), x)),
         "swiglu+quantize": (mlp, 5 + scale, on(lambda g: fp8.swiglu_forward(g, True), (M, 2 * width))),
         # read dY, gate and up, write their gradients and the columns of the product
         "swiglu backward": (mlp, 11 + scale,
                             on(lambda dy, g: fp8.swiglu_backward(dy, g, True), mlp, (M, 2 * width))),
-        # gradient: read for its norm and the update, then zeroed; master and moments read and written; codes
-        "adamw step": (matrix, 37, adamw),
     }
 
 
 def quant(rows, quick):
     copy_rate()
     table = Table("quant", rows, "us", "tb_per_s", "of_limit", "spread")
-    for size in ["8B"] if quick else ["1.7B", "8B"]:
-        C, _, width = QWEN3[size]
-        for case, (shape, per_element, make) in quant_cases(8192, C, width).items():
-            bytes_moved = math.prod(shape) * per_element
-            us, spread = measure([make() for _ in range(max(1, min(4, math.ceil(2 * COLD / bytes_moved))))])
-            table.add(case, f"{size} {shape[0]} x {shape[1]}", us=us, tb_per_s=bytes_moved / us / 1e6,
-                      of_limit=limit_us(bytes_moved) / us, spread=spread)
+    cases = [(size, *case) for size in (["8B"] if quick else QWEN3)
+             for case in quant_cases(8192, QWEN3[size][0], QWEN3[size][2]).items()]
+    compile_ahead([lambda make=make: make()() for _, _, (_, _, make) in cases])
+    for size, case, (shape, per_element, make) in cases:
+        bytes_moved = math.prod(shape) * per_element
+        us, spread = measure([make() for _ in range(max(1, min(8, math.ceil(2 * COLD / bytes_moved))))])
+        table.add(case, f"{size} {shape[0]} x {shape[1]}", us=us, tb_per_s=bytes_moved / us / 1e6,
+                  of_limit=limit_us(bytes_moved) / us, spread=spread)
+
+
+# ---- block: one layer of Qwen3, forward and backward, quantization included --------------------------------
+
+
+def our_block(model, packing):
+    """The model's first layer: (h, delta) -> (h, delta), (T, C) each, as Layer.forward describes them."""
+    layer, attend = model.layers[0], lambda q, k, v, cache: attention(q, k, v, packing)
+    return lambda h, delta: layer(h, delta, packing.positions, model.table, attend,
+                                  quantized=model.precision == "fp8", fp8_kv=False)
+
+
+def torch_block(model, S, backend):
+    """The same without kernels of one's own, on sequences of S tokens -> function, its weights as leaves."""
+    c, eps = model.config, model.config.rms_norm_eps
+    H, G, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+    w = {name: x.data.clone().requires_grad_() for name, x in model.layers[0].named_children()}
+    cos, sin = (x.repeat(1, 2)[:, None].to(model.dtype) for x in model.table[:S].chunk(2, 1))   # (S, 1, D)
+    norm = lambda x, name: F.rms_norm(x, x.shape[-1:], w[name], eps)
+
+    def rotate(x):
+        a, b = x.chunk(2, -1)
+        return x * cos + torch.cat((-b, a), -1) * sin
+
+    def run(h, delta):
+        h = h + delta
+        qkv = F.linear(norm(h, "input_norm"), w["qkv"]).view(-1, S, H + 2 * G, D)
+        q, k, v = qkv.split((H, G, G), 2)
+        o = sdpa(rotate(norm(q, "q_norm")), rotate(norm(k, "k_norm")), v, backend)       # (B, S, H, D)
+        h = h + F.linear(o.reshape(len(h), -1), w["o"])
+        gate, up = F.linear(norm(h, "post_norm"), w["gate_up"]).chunk(2, 1)
+        return h, F.linear(F.silu(gate) * up, w["down"])
+    return run, tuple(w.values())
+
+
+def block_model(size, precision):
+    """One layer of that size, with random weights that are the same in every precision."""
+    C, H, width = QWEN3[size]
+    config = Config(vocab_size=128, hidden_size=C, intermediate_size=width, num_hidden_layers=1,
+                    num_attention_heads=H, num_key_value_heads=8, head_dim=128, max_position_embeddings=1024,
+                    model_type="qwen3", rope_theta=1e6, tie_word_embeddings=True)
+    model, generator = Transformer(config, precision, "cuda", seed=None), torch.Generator("cuda")
+    generator.manual_seed(0)
+    draw = lambda shape: torch.randn(shape, device="cuda", generator=generator)
+    return model.load((name, draw(w.shape) * (0.02 if len(w.shape) == 2 else 0.1) + (len(w.shape) == 1))
+                      for name, w in model.weights().items())
+
+
+def block_row(table, size, S, T):
+    models = {precision: block_model(size, precision) for precision in ("fp8", "bf16")}
+    C, H, _ = QWEN3[size]
+    h, delta = randn(T, C, grad=True), randn(T, C, grad=True)
+    grads, packing = (randn(T, C), randn(T, C)), pack([S] * (T // S), h.device)
+    blocks = {name: (our_block(model, packing), ()) for name, model in models.items()}
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        blocks[name] = torch_block(models["bf16"], S, backend)
+    both = lambda run, leaves: torch.autograd.grad(run(h, delta), (h, delta, *leaves), grads)
+
+    results = {}
+    with torch.no_grad():
+        for name, (run, _) in blocks.items():
+            results[name] = allowed(f"torch with {name} attention", lambda: run(h, delta))
+    blocks = {name: blocks[name] for name, got in results.items() if got}
+    for name in blocks:                                # the residual stream, and what the MLP adds to it
+        for got, want in zip(results[name], results["bf16"]):
+            check_close(f"block {size}: {name}", got, want, 0.1)
+
+    products = 2 * T * sum(N * K for N, K in layer_shapes(size).values())
+    scores = 2 * T * S * H * 128                       # as in attention_rows
+    with torch.no_grad():
+        forward = compare({name: [functools.partial(run, h, delta)] for name, (run, _) in blocks.items()},
+                          graph=False, budget_s=0.2)
+    step = compare({name: [functools.partial(both, *pair)] for name, pair in blocks.items()},
+                   graph=False, budget_s=0.2)
+    for case, times, p, a in ("forward", forward, 1, 1), ("forward+backward", step, 3, 3.5):
+        us, spread = times.pop("fp8")
+        others = {name: t for name, (t, _) in times.items()}
+        in_torch = [others[name] for name in ("flash", "cudnn") if name in others]
+        table.add(case, f"{size}, {T // S} x {S} tokens", us=us,
+                  tflops=(p * products + a * scores) / us / 1e6,
+                  of_limit=(p * products / FP8_PEAK + a * scores / BF16_PEAK) * 1e6 / us,
+                  x_bf16=others["bf16"] / us, x_torch=min(in_torch) / us if in_torch else None, spread=spread,
+                  **{f"{name}_us": t for name, t in others.items()})
+
+
+def block(rows, quick):
+    table = Table("block", rows, "us", "tflops", "of_limit", "x_bf16", "x_torch", "spread")
+    sizes, S, T = (["8B"] if quick else list(QWEN3)), 1024, 8192
+
+    def compile_one(size, precision):
+        run = our_block(block_model(size, precision), pack([S] * (T // S), "cuda"))
+        h, delta = randn(T, QWEN3[size][0], grad=True), randn(T, QWEN3[size][0], grad=True)
+        with torch.autograd.set_multithreading_enabled(False):       # the backward pass in this very thread
+            torch.autograd.grad(run(h, delta), (h, delta), (randn(*h.shape), randn(*h.shape)))
+    compile_ahead([functools.partial(compile_one, size, p) for size in sizes for p in ("fp8", "bf16")])
+    for size in sizes:
+        block_row(table, size, S, T)
+    table.means()
+
+
+# ---- optimizer: AdamW that writes the codes, against torch's and a quantizer after it ----------------------
+
+
+def our_adamw(start):
+    """{name: first FP32 values} -> AdamW over FP8 weights, with random gradients."""
+    weights = {name: fp8.Weight(x.shape, device="cuda", keep="codes") for name, x in start.items()}
+    ours = fp8.AdamW(weights, (0.9, 0.95), 1e-8, 0.1, lambda name: True)
+    ours.load(start.items())
+    ours.grads.normal_()
+    return ours
+
+
+def layer_matrices(size):
+    return {name: torch.randn(shape, device="cuda") * 0.02 for name, shape in layer_shapes(size).items()}
+
+
+def optimizer_row(table, size):
+    """A step on the matrices of one layer: gradient norm, clipping, update, codes, gradients cleared."""
+    start = layer_matrices(size)
+    ours, parameters = our_adamw(start), [torch.nn.Parameter(x) for x in start.values()]
+    theirs = torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
+    codes = [fp8.quantize_blocks(x) for x in start.values()]
+    for w, p in zip(ours.weights.values(), parameters):
+        p.grad = w.grad.clone()
+
+    def separate():
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+        theirs.step()
+        for p, out in zip(parameters, codes):
+            fp8.quantize_blocks(p.detach(), out=out)
+        theirs.zero_grad(set_to_none=False)
+    ours.step(1e-4, 1.0), separate()
+    for name, p in zip(start, parameters):
+        check_close(f"AdamW {size} {name}", ours.master[name], p.detach(), 1e-6)
+    times = compare({"ours": [lambda: ours.step(1e-4, 1.0)], "torch": [separate]}, graph=False)
+    (us, spread), (torch_us, _) = times["ours"], times["torch"]
+    # Gradient: read for its norm and for the update, then cleared. Master, moments: read, written. Codes.
+    bytes_moved = 37 * sum(p.numel() for p in parameters)
+    table.add("adamw", f"{size}, one layer", us=us, tb_per_s=bytes_moved / us / 1e6,
+              of_limit=limit_us(bytes_moved) / us, x_torch=torch_us / us, torch_us=torch_us, spread=spread)
+
+
+def optimizer(rows, quick):
+    copy_rate()
+    table = Table("optimizer", rows, "us", "tb_per_s", "of_limit", "x_torch", "spread")
+    sizes = ["8B"] if quick else list(QWEN3)
+    compile_ahead([lambda size=size: our_adamw(layer_matrices(size)).step(1e-4, 1.0) for size in sizes])
+    for size in sizes:
+        optimizer_row(table, size)
+    table.means()
 
 
 # ---- attention ---------------------------------------------------------------------------------------------
@@ -761,6 +1015,184 @@ def rollout_section(rows, quick):
             del model
 
 
+# ---- train: forward, backward, optimizer; step: rollout and update -----------------------------------------
+
+BATCH = 4                                 # micro-batches of a batch: 1 update of all, or 4 of one each
+
+
+def trained_model(size, precision):
+    """-> flags, model and optimizer. On one H200 8B runs its layers again in the backward pass, and has
+    masters and moments in BF16."""
+    large = size == "8B"
+    cfg = train.Config(precision=precision, micro_tokens=16384, recompute=large,
+                       states="bf16" if large else "fp32")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = random_model(size, precision, "bf16")
+    model.recompute = cfg.recompute
+    return cfg, model, fp8.AdamW(model.weights(), (cfg.beta1, cfg.beta2), 1e-8, 0.0, decay=lambda name: False,
+                                 states=train.STATES[cfg.states])
+
+
+def random_pairs(count, length):
+    """(prompt, completion) pairs of `length` fed tokens each, of which all but the first are learned."""
+    return [([0], torch.randint(151936, (length,)).tolist()) for _ in range(count)]
+
+
+def loss_of(model, pairs, inv_temp, total):
+    """The trainer's loss of one micro-batch, with advantages that differ."""
+    logp = score(model, pairs, inv_temp)
+    advantage = torch.linspace(-1, 1, len(logp), device="cuda")
+    return grpo.policy_loss(logp, logp.detach(), advantage, total)[0]
+
+
+def timed(parts, repeats=2):
+    """Seconds of each of the callables `parts`, which run in turn: the least of a few, gaps included."""
+    runs = []
+    for _ in range(1 + repeats):                     # the first run compiles and takes its memory
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for part, event in zip(parts, events[1:]):
+            part()
+            event.record()
+        events[-1].synchronize()
+        runs.append([a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])])
+    return [min(x) for x in zip(*runs[1:])]
+
+
+def update_seconds(model, optimizer, count, length):
+    """Seconds of a pass for old log-probs, forward, backward and optimizer on `count` sequences."""
+    pairs, one, loss = random_pairs(count, length), torch.ones(1, device="cuda"), []
+
+    def old():
+        with torch.no_grad():
+            score(model, pairs, one)
+
+    parts = [old, lambda: loss.append(loss_of(model, pairs, one, count * length)),
+             lambda: loss.pop().backward(), lambda: optimizer.step(1e-6, 1.0)]
+    return timed(parts)
+
+
+def model_flops(config, tokens, length):
+    """Operations that a forward and backward pass needs by the book: what is computed twice counts once."""
+    c, heads = config, config.num_attention_heads * config.head_dim
+    layer = c.hidden_size * (2 * heads + 2 * c.num_key_value_heads * c.head_dim + 3 * c.intermediate_size)
+    matrices = c.num_hidden_layers * layer + c.vocab_size * c.hidden_size
+    return 6 * tokens * (matrices + c.num_hidden_layers * heads * length)      # causal: half of length^2
+
+
+def train_rows(table, size, lengths, bf16):
+    """Both precisions at each length; `bf16` collects what fp8 is compared with."""
+    for precision in ("bf16", "fp8"):
+        _, model, optimizer = trained_model(size, precision)
+        for length in lengths:
+            tokens = 16384 * BATCH
+            old, forward, backward, step = update_seconds(model, optimizer, 16384 // length, length)
+            for updates in (1, BATCH):
+                # Where sampler and trainer are not exact, several updates need a pass for the old log-probs.
+                passes = BATCH * old if updates > 1 and precision != "fp8" else 0.0
+                seconds = passes + BATCH * (forward + backward) + updates * step
+                case = f"{length}, {updates} updates"
+                bf16.setdefault((size, case), seconds)
+                flops = model_flops(model.config, tokens, length)
+                table.add(case, size, precision=precision, tok_per_s=tokens / seconds,
+                          mfu=flops / seconds / BF16_PEAK, old_s=passes, forward_s=BATCH * forward,
+                          backward_s=BATCH * backward, step_s=updates * step,
+                          gib=torch.cuda.max_memory_allocated() / 2**30, x_bf16=bf16[size, case] / seconds)
+        del model, optimizer
+
+
+def transformers_seconds(recompute):
+    """One step of the library as it comes: BF16, SDPA, fused AdamW; 8 sequences of 1024 tokens. (s, GiB)"""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    hidden, heads, width = QWEN3["1.7B"]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=151936, hidden_size=hidden, intermediate_size=width, num_hidden_layers=LAYERS["1.7B"],
+            num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+            max_position_embeddings=40960, dtype="bfloat16")).to(torch.bfloat16)
+    model.train()
+    if recompute:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    ids, loss = torch.randint(151936, (8, 1024), device="cuda"), []
+    parts = [lambda: loss.append(model(input_ids=ids, labels=ids, use_cache=False).loss),
+             lambda: loss.pop().backward(),
+             lambda: (torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), optimizer.step(),
+                      optimizer.zero_grad(set_to_none=True))]
+    return sum(timed(parts)), torch.cuda.max_memory_allocated() / 2**30
+
+
+def transformers_rows(table):
+    """The same work by transformers, in one run; recompute on both sides or on neither."""
+    try:
+        import transformers
+    except ImportError:
+        return note("transformers is not installed: no comparison with it")
+    for recompute in (False, True):
+        case = "8 x 1024" + ", recompute" * recompute
+        theirs, peak = transformers_seconds(recompute)
+        table.add(case, "1.7B", precision=f"transformers {transformers.__version__}",
+                  tok_per_s=8192 / theirs, gib=peak)
+        for precision in ("bf16", "fp8"):
+            _, model, optimizer = trained_model("1.7B", precision)
+            model.recompute = recompute
+            seconds = sum(update_seconds(model, optimizer, 8, 1024)[1:])
+            table.add(case, "1.7B", precision=precision, tok_per_s=8192 / seconds,
+                      gib=torch.cuda.max_memory_allocated() / 2**30, x_transformers=theirs / seconds)
+            del model, optimizer
+
+
+def train_section(rows, quick):
+    columns = "precision", "tok_per_s", "mfu", "old_s", "forward_s", "backward_s", "step_s", "gib", "x_bf16"
+    table = Table("train", rows, *columns, "x_transformers", key="model")
+    bf16 = {}
+    for size in ["1.7B"] if quick else LAYERS:
+        train_rows(table, size, [4096] if quick else [1024, 4096, 16384], bf16)
+    transformers_rows(table)
+
+
+def whole_step(size, precision, prompts, samples, length):
+    """One GRPO step, rollout and update, as train.py runs it. -> seconds of both, GiB"""
+    cfg, model, optimizer = trained_model(size, precision)
+    sampler, one = Sampler(model), torch.ones(1, device="cuda")
+    needs = 1.1 * sum(list(train.memory(model.config, cfg, cfg.micro_tokens).values())[-2:])
+    questions = [torch.randint(151936, (128,)).tolist() for _ in range(prompts)]
+
+    def step(stop):
+        torch.cuda.synchronize()
+        t0 = time.perf_counter()
+        out = sampler.generate(questions, samples, length, stop=stop)
+        train.hand_over(sampler, needs)
+        t1 = time.perf_counter()
+        pairs = [(questions[i // samples], tokens) for i, tokens in enumerate(out.tokens)]
+        for micro in train.micro_batches(pairs, cfg.micro_tokens):
+            loss_of(model, micro, one, prompts * samples * length).backward()
+        optimizer.step(1e-6, 1.0)
+        torch.cuda.synchronize()
+        return t1 - t0, time.perf_counter() - t1
+
+    step(stop=list(range(151936)))                    # one token each: compiles, captures, takes its memory
+    return *step(stop=[]), torch.cuda.max_memory_allocated() / 2**30
+
+
+def step_section(rows, quick):
+    columns = "precision", "tok_per_s", "rollout_s", "update_s", "gib", "x_bf16"
+    table = Table("step", rows, *columns, key="model")
+    prompts, samples, length = 8, 8, 128 if quick else 512
+    for size in ["1.7B"] if quick else LAYERS:
+        for precision in ("bf16", "fp8-rollout", "fp8"):
+            rollout, update, peak = whole_step(size, precision, prompts, samples, length)
+            if precision == "bf16":
+                bf16 = rollout + update
+            table.add(f"{prompts * samples} x {length}", size, precision=precision,
+                      tok_per_s=prompts * samples * length / (rollout + update), rollout_s=rollout,
+                      update_s=update, gib=peak, x_bf16=bf16 / (rollout + update))
+
+
 # ---- plot: curves of training runs -------------------------------------------------------------------------
 
 
@@ -818,8 +1250,9 @@ def plot(runs, path):
 
 # ---- the command line --------------------------------------------------------------------------------------
 
-SECTIONS = {"exact": exact, "gemm": gemm, "quant": quant, "attention": attention_section, "head": head,
-            "decode": decode, "rollout": rollout_section}
+SECTIONS = {"exact": exact, "gemm": gemm, "quant": quant, "block": block, "optimizer": optimizer,
+            "attention": attention_section, "head": head, "decode": decode, "rollout": rollout_section,
+            "train": train_section, "step": step_section}
 
 
 def run_sections(names, out, quick):
@@ -832,11 +1265,13 @@ def run_sections(names, out, quick):
                   + (" (--quick runs a tiny version on the CPU)" if name == "exact" else ""))
             continue
         torch.manual_seed(0)
+        began = time.time()
         try:
             SECTIONS[name](rows, quick)
         finally:
             if out:
                 merge(out, rows)
+        print(f"{name}: {time.time() - began:.0f} s")
     print(json.dumps(machine() | {"rows": rows}))
     return int(any(r["differing"] + r["pages_differing"] for r in rows
                    if r["section"] == "exact" and r["precision"] == "fp8"))

@@ -1016,6 +1016,11 @@ LOG2E = 1.4426950408889634   # the GPU has exp2 only: log2(e) is folded into the
 # ----------------------------------------------------------------------------------------------------------
 # Packing: sequences laid end to end, and the tiles that attention walks
 
+def to_device(x, device):
+    """A CPU tensor on the device. From pinned memory, so that the host need not wait for the GPU."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
 class Packing:
     """Where B sequences lie in T packed tokens. Made by `pack`; every tensor is int32 on the model's device.
 
@@ -1039,7 +1044,7 @@ class Packing:
         # Causal work grows with `first`: the longest tiles start first, so that the last ones to finish are
         # short.
         tiles = tiles[first.argsort(descending=True, stable=True)]
-        on_device = lambda x: x.to(torch.int32).to(device)
+        on_device = lambda x: to_device(x.to(torch.int32), device)
         self.positions, self.starts, self.tiles = on_device(positions), on_device(starts), on_device(tiles)
 
 

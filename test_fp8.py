@@ -15,13 +15,17 @@ Hopper and their binaries inspected. Nothing is downloaded: models are random an
 Comparisons with transformers and tokenizers skip where those are not installed.
 """
 
+import dataclasses
+import gc
 import json
 import math
 import os
 import random
 import re
+import resource
 import runpy
 import shlex
+import shutil
 import socket
 import struct
 import subprocess
@@ -40,6 +44,7 @@ from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+import bench  # noqa: E402
 import fp8  # noqa: E402
 import grpo  # noqa: E402
 import model  # noqa: E402
@@ -67,6 +72,9 @@ def by_mode(plain, interpreted, gpu):
 # Relative error against FP64: a few roundings of 2^-24 or 2^-9 in a row.
 LIMIT = {FP32: 3e-6, BF16: 1.2e-2}
 DTYPES = by_mode([FP32, BF16], [FP32], [BF16])  # the interpreter multiplies BF16 as integers
+
+
+FUZZ = int(os.environ.get("FUZZ", by_mode(0, 6, 48)))  # cases of each test that draws its own
 
 
 def same(a, b, what=""):
@@ -507,6 +515,62 @@ def test_kernel_wgrad(M, N, K):
     fp8.wgrad(*moved(dyt), *moved(xt), mine)
     fp8.wgrad_reference(*dyt, *xt, out)
     assert relative(mine, out) < 1e-3
+
+
+def wild(rows, cols, height):
+    """FP32 (rows, cols): blocks of height x 128 have scales over 2^-20 .. 2^20, one in eight is zero."""
+    blocks = -(-rows // height), -(-cols // 128)
+    factor = 2.0 ** torch.randint(-20, 21, blocks) * (torch.rand(blocks) > 1 / 8)
+    factor = factor.repeat_interleave(height, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
+    return torch.randn(rows, cols, device=DEVICE) * factor.to(DEVICE)
+
+
+def cut(pair, rows, cols=0):
+    """(codes, scales) of 1x128 groups without the first rows, and columns: a view into the larger tensors."""
+    return pair[0][rows:, cols:], pair[1][cols // 128:, rows:]
+
+
+def close_to_fp64(mine, x, w, start, what):
+    """mine = start + x w^T within the tensor core's short sums and a BF16 rounding; x, w: FP64 values."""
+    limit = 2.0 ** -10 * (x.abs() @ w.abs().t()) + 2.0 ** -8 * start.abs()
+    want = start + x @ w.t()
+    if mine.dtype == BF16:
+        limit += 2.0 ** -8 * want.abs()
+    wrong = ~((mine.double() - want).abs() <= limit)
+    assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} are too far from FP64"
+
+
+@needs_kernels
+def test_kernel_products_fuzz():
+    """FUZZ random shapes, scales and views. Weights of a new shape are compiled: few shapes, and any M."""
+    rng, (most, top) = random.Random(0), (1500, 3000) if CUDA else (150, 400)
+    weights = [(rng.randint(1, most), rng.randint(1, top), rng.choice((0, 128)), rng.choice((0, 128)), i % 2)
+               for i in range(3 + FUZZ // 250)]
+
+    def values(codes, scales):
+        return codes.double() * scales.t().double().repeat_interleave(128, 1)[:, :codes.shape[1]]
+
+    for case in range(FUZZ):
+        torch.manual_seed(case)
+        N, K, skip_n, skip_k, biased = rng.choice(weights)
+        M = min(most, rng.choice([1, 16, 65, 128, 129, 257, rng.randint(1, most)]))
+        skip_x = rng.choice((0, 4, 128))
+        what = f"case {case}: M={M} N={N} K={K} skipping {skip_x} rows of X, {skip_n} x {skip_k} of W"
+        x = cut(fp8.quantize_rows(wild(M + skip_x, K, 1)), skip_x)
+        codes, scales = fp8.quantize_blocks(wild(N + skip_n, K + skip_k, 128))
+        w = codes[skip_n:, skip_k:], scales[skip_n // 128:, skip_k // 128:]
+        bias = torch.randn(N, device=DEVICE).bfloat16() if biased else None
+        mine = fp8.fprop(*x, *w, bias)
+        same(mine, fp8.fprop(*x, *w, bias, tile=fp8.fprop_tile(M)), what)
+        start = torch.zeros(N, device=DEVICE) if bias is None else bias
+        close_to_fp64(mine, values(*x), fp8.dequantize_blocks(*w).double(), start.double(), what)
+
+        dyt = cut(fp8.quantize_cols(wild(N + skip_n, M + skip_x, 1).t()), skip_n, skip_x // 128 * 128)
+        xt = cut(fp8.quantize_cols(wild(K + skip_k, M + skip_x, 1).t()), skip_k, skip_x // 128 * 128)
+        start = torch.randn(N, K, device=DEVICE)
+        mine = start.clone()
+        fp8.wgrad(*dyt, *xt, mine)
+        close_to_fp64(mine, values(*dyt), values(*xt), start.double(), "dW, " + what)
 
 
 @needs_kernels
@@ -2229,7 +2293,20 @@ def test_policy_loss_by_hand():
     assert loss == 0 and x.grad.shape == (0,) and all(value == 0 for value in sums.values())
     metrics = grpo.Metrics()
     metrics.add(0, sums)
-    assert set(metrics.means().values()) == {0.0}
+    assert set(map(float, metrics.sums.values())) == {0.0}
+
+
+def test_mean_over_completions():
+    """share: each completion's mean counts the same, whatever its length; the KL term is weighed along."""
+    lengths, adv = torch.tensor([1, 4, 2]), torch.tensor([1.0, -2.0, 3.0])
+    logp, ref, each = leaf(*range(-7, 0)), torch.zeros(7), adv.repeat_interleave(lengths)
+    share = grpo.mean_share(lengths, 7, 3)
+    loss, sums = grpo.policy_loss(logp, logp, each, 7, share=share, ref_logp=ref, kl_coef=0.5)
+    tokens = -each + 0.5 * grpo.k3(logp.detach(), ref)
+    assert loss.item() == pytest.approx(sum(part.mean().item() for part in tokens.split([1, 4, 2])) / 3)
+    assert sums["loss"].item() / 7 == pytest.approx(loss.item())
+    whole = grpo.mean_share(torch.tensor([3, 3]), 6, 2)
+    assert whole.tolist() == [1.0] * 6, "equal lengths: both means are one"
 
 
 def test_truncated_weights():
@@ -2689,8 +2766,8 @@ def test_two_steps(tmp_path, paid, precision, capsys):
         assert not any(gaps)
     elif precision == "fp8-rollout":
         assert all(gaps) and steps[0]["max_dlogp"] < 1
-    line = capsys.readouterr().out.splitlines()[-3]
-    assert line.startswith(f"{1:5d} {steps[1]['reward']:7.3f}") and len(line) == len(train.COLUMNS)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{1:5d} ")]
+    assert lines[0].startswith(f"{1:5d} {steps[1]['reward']:7.3f}") and len(lines[0]) == len(train.COLUMNS)
 
 
 @needs_gpu
@@ -2701,24 +2778,32 @@ def test_gpu_run_repeats_and_is_exact(tmp_path, paid):
     assert all(r["differing_tokens"] == 0 and r["grad_norm"] > 0 for r in runs[0])
 
 
-def test_resume_is_exact(tmp_path, paid):
+@pytest.mark.parametrize("states", train.STATES)
+def test_resume_is_exact(tmp_path, paid, states):
     """Four steps in a row, and two, a new process, two more: the same bits in weights, moments and log."""
-    run(tmp_path / "whole", "--steps=4")
-    run(tmp_path / "halves")
+    flag = f"--states={states}"
+    run(tmp_path / "whole", "--steps=4", flag)
+    run(tmp_path / "halves", flag)
     with pytest.raises(ValueError, match="add --resume"):
-        run(tmp_path / "halves", "--steps=4")
-    assert start(tmp_path / "halves", "--steps=4", "--resume").wait() == 0
+        run(tmp_path / "halves", "--steps=4", flag)
+    assert start(tmp_path / "halves", "--steps=4", "--resume", flag).wait() == 0
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
+    moment = load_file(newest(tmp_path / "whole") / "optimizer.safetensors")["m.norm"]
+    assert moment.dtype == train.STATES[states] and moment.norm() > 0
+
+
+KILLS = int(os.environ.get("KILLS", 3))
 
 
 @cpu_only
 def test_killed_runs_go_on(tmp_path, paid):
-    """SIGKILL at random moments, saving included; started again, it ends with an uninterrupted run's bits."""
-    flags, killed = ["--steps=8", "--save-every=1", "--resume"], tmp_path / "killed"
+    """SIGKILL at random moments, saving included; started again, it ends with an uninterrupted run's bits.
+    The environment variable KILLS asks for more."""
+    flags, killed = [f"--steps={2 * KILLS + 2}", "--save-every=1", "--resume"], tmp_path / "killed"
     log = killed / "log.jsonl"
     lines = lambda: log.read_text().count("\n") if log.exists() else 0
     run(tmp_path / "whole", *flags)
-    for _ in range(3):
+    for _ in range(KILLS):
         process, goal = start(killed, *flags), lines() + random.randint(1, 4)
         while lines() < goal and process.poll() is None:
             time.sleep(0.005)
@@ -2728,6 +2813,81 @@ def test_killed_runs_go_on(tmp_path, paid):
     assert start(killed, *flags).wait() == 0
     assert_same_run(tmp_path / "whole", killed)
     assert len(train.checkpoints(killed)) == 2, "as many as --keep asks for"
+
+
+@cpu_only
+def test_killed_at_every_turn_of_a_save(tmp_path, paid):
+    """Killed at each call that renames, removes or syncs, one by one: the newest checkpoint is whole."""
+    run(tmp_path / "base", "--steps=1", "--save-every=1", "--keep=1")
+    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path / 'base'}", "--resume", "--keep=1"]))
+    trainer.restore()
+    trainer.step, outcomes = 2, []
+    for last in range(1, 99):
+        out = trainer.cfg.out = shutil.copytree(tmp_path / "base", tmp_path / str(last))
+        pid = os.fork()                                # the child saves, and dies at its call number `last`
+        if pid == 0:
+            calls = iter(range(1, 99))
+            for name in ("fsync", "rename", "replace", "rmdir", "unlink"):
+                def call(*args, real=getattr(os, name), **options):
+                    return os.kill(os.getpid(), 9) if next(calls) == last else real(*args, **options)
+                setattr(os, name, call)
+            trainer.save()
+            os._exit(0)
+        lived = os.waitpid(pid, 0)[1] == 0
+        outcomes.append({path.name: path.read_bytes() for path in newest(out).iterdir()})
+        if lived:
+            break
+        trainer.step = 3
+        trainer.save()                                     # whatever the killed one left is in nobody's way
+        assert train.checkpoints(out) == ["step-000003"] and ".saving" not in os.listdir(out)
+        trainer.step = 2
+    assert 12 < last < 98 and json.loads(outcomes[0]["state.json"])["step"] == 1
+    assert all(files in (outcomes[0], outcomes[-1]) for files in outcomes) and outcomes[0] != outcomes[-1]
+
+
+def test_checkpoints_are_on_the_disk_before_they_have_their_name(tmp_path, paid, monkeypatch):
+    """Power may fail: every file, and the folder, is synced when the rename makes it a checkpoint."""
+    synced, fsync, rename, checked = set(), os.fsync, os.rename, []
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.fstat(fd).st_ino), fsync(fd)))
+
+    def watch(source, target):
+        if "step-" in os.path.basename(target):
+            inside = [source] + [entry.path for entry in os.scandir(source)]
+            assert {os.stat(path).st_ino for path in inside} <= synced and len(inside) > 5
+            checked.append(target)
+        rename(source, target)
+    monkeypatch.setattr(os, "rename", watch)
+    run(tmp_path / "run", "--save-every=1")
+    assert len(checked) == 3 and os.stat(tmp_path / "run").st_ino in synced
+
+
+@cpu_only
+def test_full_disk_and_folders_that_cannot_be_written(tmp_path, paid, monkeypatch):
+    """The message says where and how much; the checkpoint before stays, and half a one does not."""
+    run(tmp_path / "run", "--steps=1", "--save-every=1")
+    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path / 'run'}", "--resume"]))
+    trainer.restore()
+    trainer.step = 2
+    size = (newest(tmp_path / "run") / "optimizer.safetensors").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)     # files that cannot grow any more: like a full disk
+    for room in (size - 1, 1000, 0):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            with pytest.raises(OSError, match=r"step-000002 of .* GiB cannot be written .*: make room, then"):
+                trainer.save()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert train.checkpoints(tmp_path / "run")[-1] == "step-000001"
+        assert not (tmp_path / "run" / ".saving").exists()
+    trainer.save()
+    assert newest(tmp_path / "run").name == "step-000002"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="--out=.*file/run cannot be written .*: give another folder"):
+        run(tmp_path / "file" / "run")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match="has 0.0 GiB free, a checkpoint takes"):
+        run(tmp_path / "full")
 
 
 def test_second_update_leaves_the_policy_that_sampled(tmp_path, paid, monkeypatch):
@@ -2897,6 +3057,36 @@ def test_errors_are_two_lines(program, flags, words, monkeypatch):
             assert str(error.value).startswith("error: ") and str(error.value).count("\n") < 2
 
 
+@cpu_only
+def test_bench_block_in_plain_torch():
+    """The layer that a whole block is compared with computes what ours does, gradients included."""
+    config = tiny_config(num_hidden_layers=1, model_type="qwen3")
+    policy, packing = Transformer(config, "bf16", "cpu", FP32), model.pack([20] * 3, "cpu")
+    run, leaves = bench.torch_block(policy, 20, bench.SDPBackend.MATH)
+    h, delta, *grads = torch.randn(4, 60, config.hidden_size).unbind()
+    h.requires_grad_(), delta.requires_grad_()
+    mine, other = bench.our_block(policy, packing)(h, delta), run(h, delta)
+    mine += torch.autograd.grad(mine, (h, delta), grads)
+    other += torch.autograd.grad(other, (h, delta, *leaves), grads)
+    mine += tuple(w.grad for w in policy.layers[0].children())
+    assert max(map(relative, mine, other)) < LIMIT[FP32]
+
+
+def test_bench_rows(tmp_path, capsys):
+    """New rows take the place of old ones about the same thing, and no others; means are geometric."""
+    rows, out = [], str(tmp_path / "rows.json")
+    table = bench.Table("gemm", rows, "us", "x_bf16")
+    table.add("fprop", "a", us=3.0, x_bf16=2.0), table.add("fprop", "b", us=4.0, x_bf16=8.0)
+    table.add("wgrad", "a", us=5.0, x_bf16=None)
+    bench.merge(out, [{**row, "us": 0.0} for row in rows] + [{"section": "quant", "case": "x", "shape": "a"}])
+    table.means()
+    bench.merge(out, rows)
+    found = {(r["section"], r["case"], r["shape"]): r for r in bench.read_results(out)["rows"]}
+    assert len(found) == len(bench.read_results(out)["rows"]) == 6
+    assert [found["gemm", "fprop", shape].get("us") for shape in ("a", "b", "geometric mean")] == [3, 4, None]
+    assert found["gemm", "fprop", "geometric mean"]["x_bf16"] == pytest.approx(4)
+
+
 def test_explain():
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total ...")
     assert rollout.explain(full, "--n") == "error: out of GPU memory: lower --n\nCUDA out of memory"
@@ -2914,6 +3104,215 @@ def test_flags_of_the_loss(tmp_path, paid, capsys):
     assert capsys.readouterr().out.count("dropped, so there was no gradient") == 2
     plain, recomputed = (run(tmp_path / flag, flag, "--kl=0.1") for flag in ("--no-recompute", "--recompute"))
     assert plain == recomputed and plain[1]["kl"] > 0
+
+
+def test_means_groups_and_learning_rate(tmp_path, paid, monkeypatch, capsys):
+    flags = ["--steps=1", "--samples=6", "--max-new-tokens=90", "--loss-mean"]     # long: some end early
+    plain, other = (run(tmp_path / kind, *flags, kind) for kind in ("token", "completion"))
+    assert plain[0]["reward"] == other[0]["reward"] and plain[0]["grad_norm"] != other[0]["grad_norm"]
+    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path / 'drop'}", "--drop-equal", "--updates=2",
+                                     "--warmup=4", "--lr-decay=0.5", "--steps=20"]))
+    result = types.SimpleNamespace(tokens=[[1], [2, 3], [4], [5], [6], [7]], finish=["stop"] * 6,
+                                   logprobs=[torch.zeros(n) for n in (1, 2, 1, 1, 1, 1)])
+    advantages = grpo.advantages([1, 0, 1, 1, 0, 0], 2)          # the first group alone has a gradient
+    first, second = trainer.update_batches([[9]] * 3, result, advantages)
+    assert first["sequences"] == [([9], [1]), ([9], [2, 3])] and first["tokens"] == 3
+    assert second["sequences"] == [] and second["tokens"] == second["fed"] == 0
+    rates = [trainer.learning_rate(step, 1.0, 20) for step in range(20)]
+    assert rates[:4] == pytest.approx([0.25, 0.5 * 0.975, 0.75 * 0.95, 0.925]), "the decay runs meanwhile"
+    assert rates[19] == pytest.approx(1 - 0.5 * 19 / 20) and max(rates) == rates[3]
+    monkeypatch.setattr(grpo.Example, "reward", lambda example, completion: 1.0)
+    steps = run(tmp_path / "equal", "--steps=4", "--drop-equal")
+    assert [r["grad_norm"] for r in steps] == [0.0] * 4 and steps[0]["equal_groups"] == 1
+    assert capsys.readouterr().out.count("for 3 steps every group had equal rewards, so there was no") == 1
+
+
+def test_evaluation_counts_pass_at_k(tmp_path, monkeypatch, capsys):
+    """Four held-out problems, three answers each; which are right is laid down here."""
+    verdicts = {}                                                # of a problem: one reward after the other
+    monkeypatch.setattr(grpo.Example, "reward", lambda example, text: verdicts[example.prompt].pop(0))
+    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}", "--eval-samples=3", "--temperature=1.5"]))
+    seen, generate = [], trainer.sampler.generate
+    trainer.sampler.generate = lambda *args, keys: (seen.append(keys), generate(*args, keys=keys))[1]
+    for _ in range(2):
+        rewards = [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+        verdicts.update(zip([e.prompt for e in trainer.task.heldout], rewards))
+        trainer.evaluate("now")
+    assert "accuracy now: 41.7% (pass@1), 75.0% (pass@3) of 4 problems, at temp" in capsys.readouterr().out
+    for line in read_log(tmp_path):
+        assert (line["accuracy"], line["pass_k"], line["samples"]) == (pytest.approx(5 / 12), 0.75, 3)
+    assert seen[0] == seen[1] and len(set(seen[0])) == 12
+    assert max(seen[0]) < 0, "not the noise of any training sample"
+
+
+def test_wandb_gets_every_number(tmp_path, paid, monkeypatch):
+    """By a stand-in for the package: one run, a step for each record, no text and nothing without a flag."""
+    calls = []
+    wandb = types.SimpleNamespace(run=None, log=calls.append, define_metric=lambda *args, **options: None)
+
+    def init(project, dir, config):
+        calls.append((project, config["steps"]))
+        wandb.run = 1
+    wandb.init = init
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: True)
+    run(tmp_path / "off")
+    assert not calls
+    steps = run(tmp_path / "on", "--wandb=mine")
+    assert calls[0] == ("mine", 2) and len(calls) == 1 + len(read_log(tmp_path / "on"))
+    mine = [c for c in calls[1:] if "step/reward" in c]
+    assert [(c["step"], c["step/reward"]) for c in mine] == [(r["step"], r["reward"]) for r in steps]
+    assert all(isinstance(v, (int, float)) for c in calls[1:] for v in c.values())
+
+
+# Sizes of Qwen3 (hidden, query heads, MLP width, layers, tied) as bench.py has them.
+BIG = {"1.7B": (2048, 16, 6144, 28, True), "4B": (2560, 32, 9728, 36, True),
+       "8B": (4096, 32, 12288, 36, False)}
+
+
+def big_config(size):
+    C, H, F, L, tied = BIG[size]
+    return tiny_config(hidden_size=C, num_attention_heads=H, num_key_value_heads=8, head_dim=128,
+                       intermediate_size=F, num_hidden_layers=L, vocab_size=151936, tie_word_embeddings=tied)
+
+
+@pytest.mark.parametrize("states", train.STATES)
+@pytest.mark.parametrize("precision", model.PRECISIONS)
+def test_memory_is_estimated_by_part(precision, states):
+    """Against the bytes that a model and its optimizer allocate."""
+    config = tiny_config(hidden_size=256, intermediate_size=512, tie_word_embeddings=False)
+    policy = Transformer(config, precision)
+    optimizer = fp8.AdamW(policy.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: False,
+                          states=train.STATES[states])
+    parts = train.memory(config, train.Config(precision=precision, states=states), 1000)
+    sizes = lambda tensors: {x.data_ptr(): x.nbytes for x in tensors}         # a master may be the weight
+    weights, all_states = sizes(policy.buffers()), sizes(optimizer.state().values())
+    real = {"weights": sum(weights.values()) - policy.table.nbytes, "gradients": optimizer.grads.nbytes,
+            "masters and moments": sum(n for at, n in all_states.items() if at not in weights)}
+    for name, count in real.items():
+        assert parts[name] == pytest.approx(count, rel=0.01), name
+
+
+def test_what_fits_and_what_to_lower():
+    """The sizes that are promised, by the estimate; and advice, which itself fits."""
+    GIB, fitting = 2**30, train.fitting
+    flags = lambda **changes: train.Config(micro_tokens=16384, **changes)
+    h100, h200, long = 79.1 * GIB, 139.8 * GIB, 16384 + 512
+    assert fitting(big_config("1.7B"), flags(), h100, long) == {}
+    assert fitting(big_config("4B"), flags(), h100, long) == {"recompute": True}
+    assert fitting(big_config("8B"), flags(), h200, long) == {"recompute": True, "states": "bf16"}
+    assert fitting(big_config("8B"), flags(), h100, long) is None
+    assert train.advice(big_config("8B"), flags(), h100, long).startswith("lower --max-new-tokens, or take")
+    assert train.advice(big_config("1.7B"), flags(), h100, long) == "free the GPU of other processes"
+    for size, room, longest in (("8B", 120 * GIB, 900), ("4B", 75 * GIB, 2000), ("1.7B", 40 * GIB, 3000)):
+        config = big_config(size)
+        change = fitting(config, flags(), room, longest)
+        new = dataclasses.replace(flags(), **change)
+        assert change and new.micro_tokens >= longest
+        assert sum(train.memory(config, new, new.micro_tokens).values()) + train.SPARE <= room
+        text = train.advice(config, flags(), room, longest)
+        assert all("--" + name.replace("_", "-") in text for name in change)
+
+
+def one_update(policy, lengths, optimizer=None):
+    """Loss, backward pass and, if there is one, optimizer step on sequences of these lengths."""
+    device = policy.head.data.device
+    prompts, completions = some_prompts([3] * len(lengths)), some_prompts([n - 2 for n in lengths], seed=1)
+    pairs = list(zip(prompts, completions))
+    logp = train.score(policy, pairs, torch.ones(1, device=device))
+    advantages = torch.linspace(-1, 1, len(logp), device=device)
+    return lambda: (grpo.policy_loss(logp, logp.detach(), advantages, len(logp))[0].backward(),
+                    optimizer and optimizer.step(1e-3, 1.0))
+
+
+@pytest.mark.parametrize("precision", model.PRECISIONS)
+def test_recomputed_gradients_are_the_same_bits(precision):
+    grads = []
+    for recompute in (False, True):
+        policy = scale_up(Transformer(tiny_config(), precision, DEVICE), 3.0)
+        policy.recompute = recompute
+        for lengths in ([40, 9, 130], [64, 5]):                    # two micro-batches add up
+            one_update(policy, lengths)()
+        grads.append({name: w.grad for name, w in policy.weights().items()})
+    for name, grad in grads[0].items():
+        assert grad.norm() > 0, name
+        same(grads[1][name], grad, name)
+
+
+@needs_gpu
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_host_never_waits_in_an_update(recompute):
+    policy = Transformer(tiny_config(), "fp8", DEVICE)
+    policy.recompute = recompute
+    optimizer = fp8.AdamW(policy.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: True)
+    one_update(policy, [200, 77], optimizer)()                     # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            optimizer.steps.item()                                 # the mode sees what it has to see
+        for _ in range(2):
+            one_update(policy, [200, 77], optimizer)()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+@pytest.mark.parametrize("recompute", [False, True])
+def test_peak_of_an_update_is_estimated(recompute):
+    """Within a fifth, at a size whose layers outweigh the rest."""
+    config = tiny_config(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+                         intermediate_size=3072, num_hidden_layers=8, max_position_embeddings=4096)
+    for precision in model.PRECISIONS:
+        policy = Transformer(config, precision, DEVICE)
+        policy.recompute = recompute
+        optimizer = fp8.AdamW(policy.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: True)
+        for _ in range(2):
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            one_update(policy, [4000] * 4, optimizer)()
+            peak = torch.cuda.max_memory_allocated() - before
+        flags = train.Config(precision=precision, recompute=recompute)
+        assert sum(list(train.memory(config, flags, 16000).values())[-2:]) == pytest.approx(peak, rel=0.2)
+
+
+@needs_gpu
+def test_rollout_and_update_hand_memory_over(tmp_path, paid):
+    """200 times to and fro, pages and graphs freed each time: after the first few, not a byte is added."""
+    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}", "--device=cuda", "--steps=200"]))
+    trainer.update_needs, seen = 2**60, []                         # more than is ever free
+    for trainer.step in range(200):
+        train.grpo_step(trainer)
+        assert trainer.sampler.pool is None and not trainer.sampler.graphs
+        seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    allocated, reserved = zip(*seen)
+    assert len(set(allocated[5:])) == 1 and max(reserved[5:]) == max(reserved[5:50])
+    trainer.update_needs = 0
+    train.grpo_step(trainer)
+    assert trainer.sampler.pool and trainer.sampler.graphs, "kept where the update fits beside them"
+
+
+@needs_gpu
+def test_out_of_memory_names_flags_that_help(tmp_path, paid):
+    """An update too large for what the process may have; the run goes on with what the message says."""
+    flags = ["--device=cuda", "--width=512", "--layers=6", "--prompts=16", "--samples=32", "--save-every=1",
+             "--max-new-tokens=128"]
+    run(tmp_path / "run", *flags, "--steps=1", "--micro-tokens=8192")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_per_process_memory_fraction(3 * 2**30 / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(RuntimeError, match="out of GPU memory .* give --.*\n.*--resume") as error:
+            run(tmp_path / "run", *flags, "--resume", "--micro-tokens=999999", "--steps=2")
+        helps = re.findall(r"--[a-z-]+(?:=\d+)?", str(error.value).splitlines()[0])
+        assert helps and train.checkpoints(tmp_path / "run") == ["step-000000", "step-000001"]
+        del error
+        gc.collect()
+        assert torch.cuda.memory_allocated() == before, "nothing leaks after an error that was caught"
+        assert len(run(tmp_path / "run", *flags, "--resume", *helps, "--steps=2")) == 2
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.parametrize("base", [False, True])
@@ -2983,8 +3382,9 @@ def test_micro_batches_do_not_change_the_gradient():
             metrics.add(len(logp), sums)
             total += loss.item()
         assert [pair for batch in batches for pair in batch] == pairs
-        assert metrics.means()["loss"] == pytest.approx(total, rel=1e-5)  # the reported mean is the loss
-        results.append((torch.cat([w.grad.flatten() for w in policy.weights().values()]), metrics.means()))
+        means = {name: float(x) / metrics.counts[name] for name, x in metrics.sums.items()}
+        assert means["loss"] == pytest.approx(total, rel=1e-5)    # the reported mean is the loss
+        results.append((torch.cat([w.grad.flatten() for w in policy.weights().values()]), means))
     assert len(batches) == 5
     for grad, means in results:
         assert relative(grad, results[0][0]) < 1e-5 and means == pytest.approx(results[0][1], rel=1e-4)
