@@ -24,7 +24,8 @@ once an update; the same norm, SwiGLU and quantizer kernels; the same product. T
 forward pass, so the quantization error is part of the policy that is trained, not a gap between two policies.
 
 What stays BF16 or FP32: embedding, head, norms, RoPE, softmax, attention, the residual stream and gradients
-between layers in BF16; accumulators, weight gradients, master weights and AdamW's moments in FP32.
+between layers in BF16; accumulators and weight gradients in FP32; master weights and AdamW's moments in FP32,
+or in BF16 with stochastic rounding.
 
 Where this departs from Jet-RL (arXiv 2601.14243), whose recipe it is otherwise: Jet-RL keeps the row-wise
 codes of an activation, and quantizes those codes again for WGrad. Here the BF16 values, which the layer saves
@@ -216,7 +217,10 @@ def quantize_rows_tile(x, codes, scales, quads, i, j, M, K: tl.constexpr, X_LINE
 def load_tokens(x, norm_w, rstd, m, k, left, K: tl.constexpr, X_LINE: tl.constexpr):
     """Tokens m, of which `left` are there, and columns k as an FP32 tile. With `rstd`, x is the input of an
     RMSNorm whose output is computed on the way, rounded as the norm rounds it."""
-    tile = tl.load(x + (m[:, None] * X_LINE + k), mask=(m[:, None] < left) & (k < K), other=0).to(tl.float32)
+    # A thread gets four neighbours of a row (max_contiguous), though eight BF16 numbers would fit one load: it
+    # has the scales of its columns to itself, two divisions for each.
+    offsets = tl.max_contiguous(m[:, None] * X_LINE + k, (1, 4))
+    tile = tl.load(x + offsets, mask=(m[:, None] < left) & (k < K), other=0).to(tl.float32)
     if rstd is not None:
         r = tl.load(rstd + m, mask=m < left, other=0)
         tile = tile * r[:, None] * tl.load(norm_w + k, mask=k < K, other=0).to(tl.float32)
@@ -376,7 +380,7 @@ def transpose_codes(codes):
     if not use_kernels(codes):
         return out.copy_(codes.t())
     launch(transpose_kernel, cdiv(N, 128) * cdiv(K, 256), codes.view(torch.uint8), out.view(torch.uint8),
-           N, K, codes.stride(0), out.stride(0), num_warps=8)
+           N, K, codes.stride(0), out.stride(0), num_warps=16)
     return out
 
 
@@ -611,9 +615,9 @@ def sum_rows(x, out):
     while M > chunk:  # partial sums of 512 rows, side by side on the GPU, then the sum of those
         partial = torch.empty(cdiv(M, chunk), C, device=x.device)
         launch(sum_rows_kernel, cdiv(C, 32) * len(partial), x, partial, M, C, x.stride(0), chunk, False,
-               num_warps=8)
+               num_warps=16)
         x, M = partial, len(partial)
-    launch(sum_rows_kernel, cdiv(C, 32), x, out, M, C, x.stride(0), chunk, True, num_warps=8)
+    launch(sum_rows_kernel, cdiv(C, 32), x, out, M, C, x.stride(0), chunk, True, num_warps=16)
 
 
 # ------------------------------------------------------------------------------------------------------------
