@@ -846,13 +846,13 @@ def sum_rows(x, out):
     if not use_kernels(x):
         out += x.float().sum(0)
         return
-    (M, C), x, chunk = x.shape, unit_stride(x), 512
-    while M > chunk:  # partial sums of 512 rows, side by side on the GPU, then the sum of those
+    (M, C), x, chunk = x.shape, unit_stride(x), 1024
+    while M > chunk:  # partial sums of 1,024 rows, side by side on the GPU, then the sum of those
         partial = torch.empty(cdiv(M, chunk), C, device=x.device)
         launch(sum_rows_kernel, cdiv(C, 32) * len(partial), x, partial, M, C, x.stride(0), chunk, False,
-               num_warps=16)
+               num_warps=8)
         x, M = partial, len(partial)
-    launch(sum_rows_kernel, cdiv(C, 32), x, out, M, C, x.stride(0), chunk, True, num_warps=16)
+    launch(sum_rows_kernel, cdiv(C, 32), x, out, M, C, x.stride(0), chunk, True, num_warps=8)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1419,7 +1419,7 @@ class AdamW:
         beta1, beta2 = self.betas
         launch(adamw_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK), *tensors, control, self.steps,
                None if w.data is p else w.data, w.codes, w.scales, beta1, beta2, 1 - beta1, 1 - beta2,
-               self.eps, decay, index, N, K, round_up(K, 16), 16, num_warps=8)
+               self.eps, decay, index, N, K, round_up(K, 16), 4 * p.element_size(), num_warps=8)
 
     def state(self):
         """Tensors for a checkpoint: master.NAME, m.NAME, v.NAME, step."""
