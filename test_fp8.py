@@ -59,6 +59,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
+needs_hopper = pytest.mark.skipif(not (CUDA and fp8.multiprocessors("cuda")), reason="needs a Hopper GPU")
 needs_kernels = pytest.mark.skipif(not (CUDA or fp8.INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
 cpu_only = pytest.mark.skipif(CUDA, reason="slow, and the same without a GPU: shown there")
 
@@ -1006,8 +1007,9 @@ class StubDriver:
         return GPUTarget("cuda", 90, 32)
 
 
-MATRIX_UNITS = {"fprop_kernel": "QGMMA", "wgrad_kernel": "QGMMA", "attention_kernel": "HGMMA", "head_kernel": "HGMMA",
-                "dlogits_kernel": "HGMMA", "attention_dkv_kernel": "HGMMA", "attention_dq_kernel": "HGMMA"}
+MATRIX_UNITS = {"fprop_kernel": "QGMMA", "wgrad_kernel": "QGMMA", "product_kernel": "QGMMA",
+                "attention_kernel": "HGMMA", "head_kernel": "HGMMA", "dlogits_kernel": "HGMMA",
+                "attention_dkv_kernel": "HGMMA", "attention_dq_kernel": "HGMMA"}
 
 
 class Recorder:
@@ -1048,7 +1050,7 @@ def record_kernels(module):
 def build_fp8():
     """Every public function of fp8.py on CPU tensors, with launches that compile instead."""
     record_kernels(fp8)
-    fp8.use_kernels = lambda x: True
+    fp8.use_kernels, fp8.multiprocessors = lambda x: True, lambda device: 132
     for M, C in ((200, 4096), (1, 576)):
         h = torch.zeros(M, C, dtype=BF16, requires_grad=C > 576)  # backward passes at one width
         up, down, out = (Weight(s, keep="codes") for s in ((2 * C, C), (192, C), (C, 192)))
@@ -1068,6 +1070,13 @@ def build_fp8():
     for M in (16, 17, 64, 129):  # every tile
         x = fp8.quantize_rows_reference(torch.zeros(M, 512))
         fp8.fprop(*x, *fp8.quantize_blocks_reference(torch.zeros(256, 512)))
+    x, (codes, scales) = fp8.quantize_rows_reference(h), fp8.quantize_blocks_reference(torch.zeros(200, C))
+    turned = scales.t().contiguous().t()
+    fp8.fprop(*x, codes, scales, torch.zeros(200, dtype=BF16), tile=fp8.HOPPER)
+    fp8.fprop(*x, codes, turned, tile=fp8.HOPPER)
+    for K in (200, 256):  # columns with and without a ragged end
+        xt = fp8.quantize_cols_reference(torch.zeros(300, K))
+        fp8.wgrad(*xt, *xt, torch.zeros(K, K), tile=fp8.HOPPER)
 
 
 def build_model():
@@ -1158,6 +1167,49 @@ def test_kernel_bits_do_not_depend_on_tile_or_rows(N, K):
         for tile in swapped + [(128, 128, False, 8, 3), None]:
             for _ in range(3):  # more than once: a race in the pipeline would show here
                 same(fp8.fprop(*part, *w, tile=tile), full[:M], f"M={M} tile={tile}")
+
+
+@needs_hopper
+@pytest.mark.parametrize("N,K", [(136, 80), (1001, 1040), (4096, 2048)])
+def test_hopper_kernel_fprop_bits(N, K):
+    """product_kernel has fprop_kernel's bits: from one block to more than stages, from fewer tiles than
+    multiprocessors to several for each; ragged edges, bias, DGrad."""
+    for M in (1, 3, 257, 700, 5000):
+        x, w = (moved(t) for t in random_codes(M, K, N))
+        bias, turned = torch.randn(N, device="cuda").bfloat16(), w[1].t().contiguous().t()
+        for scales, b, dtype in ((w[1], None, BF16), (turned, bias, BF16), (w[1], bias, FP32)):
+            plain = fp8.fprop(*x, w[0], scales, b, dtype, tile=(128, 128, False, 8, 4))
+            for _ in range(3):  # more than once: a race between loads and products would show here
+                same(fp8.fprop(*x, w[0], scales, b, dtype, tile=fp8.HOPPER), plain, f"M={M}")
+
+
+@needs_hopper
+@pytest.mark.parametrize("N,K", [(136, 80), (257, 1001), (2048, 6144)])
+def test_hopper_kernel_wgrad_bits(N, K):
+    for M in (1, 300, 640, 8192):
+        dyt, xt = (fp8.quantize_cols(torch.randn(M, n, device="cuda")) for n in (N, K))
+        plain = torch.randn(N, K, device="cuda")
+        start = plain.clone()
+        fp8.wgrad(*dyt, *xt, plain, tile=(8, 4))
+        for _ in range(3):
+            out = start.clone()
+            fp8.wgrad(*dyt, *xt, out, tile=fp8.HOPPER)
+            same(out, plain, f"M={M}")
+
+
+@needs_hopper
+def test_hopper_kernel_in_a_graph():
+    """Captured and replayed: nothing of it depends on the host."""
+    x, w = (moved(t) for t in random_codes(700, 1024, 2000))
+    plain = fp8.fprop(*x, *w, tile=(128, 128, False, 8, 4))
+    fp8.fprop(*x, *w, tile=fp8.HOPPER)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fp8.fprop(*x, *w, tile=fp8.HOPPER)
+    for _ in range(2):
+        y.zero_()
+        graph.replay()
+        same(y, plain)
 
 
 def page_pool(values, lengths, seed=0):
