@@ -55,6 +55,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
+needs_hopper = pytest.mark.skipif(not (CUDA and fp8.multiprocessors("cuda")), reason="needs a Hopper GPU")
 needs_kernels = pytest.mark.skipif(not (CUDA or fp8.INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
 cpu_only = pytest.mark.skipif(CUDA, reason="slow, and the same without a GPU: shown there")
 
@@ -527,7 +528,7 @@ def cut(pair, rows, cols=0):
 
 def close_to_fp64(mine, x, w, start, what):
     """mine = start + x w^T within the tensor core's short sums and a BF16 rounding; x, w: FP64 values."""
-    limit = 2.0 ** -10 * (x.abs() @ w.abs().t()) + 2.0 ** -8 * start.abs()
+    limit = 2.0 ** -10 * (x.abs() @ w.abs().t()) + 2.0 ** -22 * start.abs()
     want = start + x @ w.t()
     if mine.dtype == BF16:
         limit += 2.0 ** -8 * want.abs()
@@ -539,6 +540,7 @@ def close_to_fp64(mine, x, w, start, what):
 def test_kernel_products_fuzz():
     """FUZZ random shapes, scales and views. Weights of a new shape are compiled: few shapes, and any M."""
     rng, (most, top) = random.Random(0), (1500, 3000) if CUDA else (150, 400)
+    faster = [fp8.HOPPER] * bool(CUDA and fp8.multiprocessors(DEVICE))
     weights = [(rng.randint(1, most), rng.randint(1, top), rng.choice((0, 128)), rng.choice((0, 128)), i % 2)
                for i in range(3 + FUZZ // 250)]
 
@@ -556,7 +558,7 @@ def test_kernel_products_fuzz():
         w = codes[skip_n:, skip_k:], scales[skip_n // 128:, skip_k // 128:]
         bias = torch.randn(N, device=DEVICE).bfloat16() if biased else None
         mine = fp8.fprop(*x, *w, bias)
-        for tile in ((16, 64, True, 4, 3), (128, 128, False, 8, 3)):
+        for tile in [(16, 64, True, 4, 3), (128, 128, False, 8, 3)] + faster:
             same(mine, fp8.fprop(*x, *w, bias, tile=tile), f"{what}, tile {tile}")
         start = torch.zeros(N, device=DEVICE) if bias is None else bias
         close_to_fp64(mine, values(*x), fp8.dequantize_blocks(*w).double(), start.double(), what)
@@ -566,6 +568,10 @@ def test_kernel_products_fuzz():
         start = torch.randn(N, K, device=DEVICE)
         mine = start.clone()
         fp8.wgrad(*dyt, *xt, mine)
+        for tile in [(8, 3)] + faster:
+            other = start.clone()
+            fp8.wgrad(*dyt, *xt, other, tile=tile)
+            same(mine, other, f"dW, {what}, tile {tile}")
         close_to_fp64(mine, values(*dyt), values(*xt), start.double(), "dW, " + what)
 
 
@@ -956,8 +962,8 @@ class StubDriver:
         return GPUTarget("cuda", 90, 32)
 
 
-MATRIX_UNITS = {"fprop_kernel": "QGMMA", "wgrad_kernel": "QGMMA", "attention_kernel": "HGMMA",
-                "attention_dkv_kernel": "HGMMA", "attention_dq_kernel": "HGMMA"}
+MATRIX_UNITS = {"fprop_kernel": "QGMMA", "wgrad_kernel": "QGMMA", "product_kernel": "QGMMA",
+                "attention_kernel": "HGMMA", "attention_dkv_kernel": "HGMMA", "attention_dq_kernel": "HGMMA"}
 
 
 class Recorder:
@@ -998,7 +1004,7 @@ def record_kernels(module):
 def build_fp8():
     """Every public function of fp8.py on CPU tensors, with launches that compile instead."""
     record_kernels(fp8)
-    fp8.use_kernels = lambda x: True
+    fp8.use_kernels, fp8.multiprocessors = lambda x: True, lambda device: 132
     for M, C in ((200, 4096), (1, 576)):
         h = torch.zeros(M, C, dtype=BF16, requires_grad=C > 576)  # backward passes at one width
         up, down, out = (Weight(s, keep="codes") for s in ((2 * C, C), (192, C), (C, 192)))
@@ -1018,6 +1024,13 @@ def build_fp8():
     for M in (16, 17, 64, 129):  # every tile
         x = fp8.quantize_rows_reference(torch.zeros(M, 512))
         fp8.fprop(*x, *fp8.quantize_blocks_reference(torch.zeros(256, 512)))
+    x, (codes, scales) = fp8.quantize_rows_reference(h), fp8.quantize_blocks_reference(torch.zeros(200, C))
+    turned = scales.t().contiguous().t()
+    fp8.fprop(*x, codes, scales, torch.zeros(200, dtype=BF16), tile=fp8.HOPPER)
+    fp8.fprop(*x, codes, turned, tile=fp8.HOPPER)
+    for K in (200, 256):  # columns with and without a ragged end
+        xt = fp8.quantize_cols_reference(torch.zeros(300, K))
+        fp8.wgrad(*xt, *xt, torch.zeros(K, K), tile=fp8.HOPPER)
 
 
 def build_model():
@@ -1106,6 +1119,49 @@ def test_kernel_bits_do_not_depend_on_tile_or_rows(N, K):
         for tile in swapped + [(128, 128, False, 8, 3), None]:
             for _ in range(3):  # more than once: a race in the pipeline would show here
                 same(fp8.fprop(*part, *w, tile=tile), full[:M], f"M={M} tile={tile}")
+
+
+@needs_hopper
+@pytest.mark.parametrize("N,K", [(136, 80), (1001, 1040), (4096, 2048)])
+def test_hopper_kernel_fprop_bits(N, K):
+    """product_kernel has fprop_kernel's bits: from one block to more than stages, from fewer tiles than
+    multiprocessors to several for each; ragged edges, bias, DGrad."""
+    for M in (1, 3, 257, 700, 5000):
+        x, w = (moved(t) for t in random_codes(M, K, N))
+        bias, turned = torch.randn(N, device="cuda").bfloat16(), w[1].t().contiguous().t()
+        for scales, b, dtype in ((w[1], None, BF16), (turned, bias, BF16), (w[1], bias, FP32)):
+            plain = fp8.fprop(*x, w[0], scales, b, dtype, tile=(128, 128, False, 8, 4))
+            for _ in range(3):  # more than once: a race between loads and products would show here
+                same(fp8.fprop(*x, w[0], scales, b, dtype, tile=fp8.HOPPER), plain, f"M={M}")
+
+
+@needs_hopper
+@pytest.mark.parametrize("N,K", [(136, 80), (257, 1001), (2048, 6144)])
+def test_hopper_kernel_wgrad_bits(N, K):
+    for M in (1, 300, 640, 8192):
+        dyt, xt = (fp8.quantize_cols(torch.randn(M, n, device="cuda")) for n in (N, K))
+        plain = torch.randn(N, K, device="cuda")
+        start = plain.clone()
+        fp8.wgrad(*dyt, *xt, plain, tile=(8, 4))
+        for _ in range(3):
+            out = start.clone()
+            fp8.wgrad(*dyt, *xt, out, tile=fp8.HOPPER)
+            same(out, plain, f"M={M}")
+
+
+@needs_hopper
+def test_hopper_kernel_in_a_graph():
+    """Captured and replayed: nothing of it depends on the host."""
+    x, w = (moved(t) for t in random_codes(700, 1024, 2000))
+    plain = fp8.fprop(*x, *w, tile=(128, 128, False, 8, 4))
+    fp8.fprop(*x, *w, tile=fp8.HOPPER)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fp8.fprop(*x, *w, tile=fp8.HOPPER)
+    for _ in range(2):
+        y.zero_()
+        graph.replay()
+        same(y, plain)
 
 
 def page_pool(values, lengths, seed=0):
