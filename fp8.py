@@ -24,7 +24,8 @@ once an update; the same norm, SwiGLU and quantizer kernels; the same product. T
 forward pass, so the quantization error is part of the policy that is trained, not a gap between two policies.
 
 What stays BF16 or FP32: embedding, head, norms, RoPE, softmax, attention, the residual stream and gradients
-between layers in BF16; accumulators, weight gradients, master weights and AdamW's moments in FP32.
+between layers in BF16; accumulators and weight gradients in FP32; master weights and AdamW's moments in FP32,
+or in BF16 with stochastic rounding.
 
 Where this departs from Jet-RL (arXiv 2601.14243), whose recipe it is otherwise: Jet-RL keeps the row-wise
 codes of an activation, and quantizes those codes again for WGrad. Here the BF16 values, which the layer saves
@@ -127,8 +128,8 @@ def encode_reference(x, axes):
     """x FP32 -> E4M3 codes of its shape, FP32 scales with `axes` reduced to 1: x is about codes * scales.
 
     NaN and Inf pass through amax into the scale: a bad step shows in the loss, not as a saturated code. The
-    cast needs no clamp: 1 / scale and the product are off by 2 FP32 steps at most, so what should be 448 is far
-    from 464, where rounding would leave the range.
+    cast needs no clamp: scale, inverse and product are rounded once each, so what should be 448 is off by FP32
+    steps at most, and far from 464, where a cast would leave the range.
     """
     scale = x.abs().amax(axes, keepdim=True).clamp(min=AMAX_FLOOR) / E4M3_MAX
     return (x * (1 / scale)).to(E4M3), scale
@@ -157,11 +158,16 @@ def quantize_blocks_reference(w):
 @jit
 def encode(x, AXIS: tl.constexpr):
     """encode_reference for an FP32 tile reduced along AXIS; -> codes, scales without that axis."""
+    scale = scale_of(tl.max(magnitude(x), AXIS).to(tl.float32, bitcast=True))
+    return codes_of(x, tl.expand_dims(scale, AXIS)), scale
+
+
+@jit
+def magnitude(x):
+    """|x| as an integer of the same order."""
     # Without their sign bit, floats order as their bits do, with Inf and NaN on top. So an integer maximum
     # propagates NaN, which tl.max of floats would drop.
-    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS).to(tl.float32, bitcast=True)
-    scale = scale_of(amax)
-    return codes_of(x, tl.expand_dims(scale, AXIS)), scale
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
@@ -183,37 +189,90 @@ def store_rows(x, codes, scales, quads, group, m, k, M, K: tl.constexpr, CODES_L
 
 
 @jit
-def store_cols(x, codes, scales, groups, group, m, k, K: tl.constexpr):
-    """Quantize the FP32 tile x, columns k of the group of 128 tokens m, and store it transposed; groups * 128
-    codes a line."""
-    q, s = encode(x, 0)
-    out = codes + k[None, :].to(tl.int64) * (groups * 128) + m[:, None]
-    tl.store(out, q, mask=k < K)  # no mask on tokens: the padding was loaded as zeros, and is stored as zeros
-    tl.store(scales + group * ((K + 3) // 4 * 4) + k, s, mask=k < K)  # lines on 16 bytes
+def store_cols(x0, x1, x2, x3, codes, scales, groups, group, k, K: tl.constexpr):
+    """Quantize a group of 128 tokens, columns k, and store it transposed; groups * 128 codes a line.
 
-
-@jit(do_not_specialize=["quads", "M"])
-def quantize_kernel(x, norm_w, rstd, codes, scales, codes_t, scales_t, quads, M,
-                    K: tl.constexpr, X_LINE: tl.constexpr, CODES_LINE: tl.constexpr, TILE: tl.constexpr):
-    """One program quantizes a tile of TILE tokens by 128 features, read once, in the directions that have
-    pointers.
-
-    With `rstd`, x is the input of an RMSNorm whose output is computed on the way, rounded as the norm rounds
-    it.
+    x0 to x3 are FP32 tiles (32, columns) of the tokens 4a, 4a + 1, 4a + 2 and 4a + 3. So the codes of four
+    neighbours meet in one register of one thread, and are transposed as words of 32 bits: byte by byte, the
+    way through shared memory would take longer than all of the rest.
     """
-    blocks: tl.constexpr = (K + 127) // 128
-    i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    peak = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
+    scale = scale_of(tl.max(peak, 0).to(tl.float32, bitcast=True))
+    q = codes_of(tl.join(tl.join(x0, x2), tl.join(x1, x3)), scale[None, :, None, None])
+    # No mask on tokens: the padding was loaded as zeros, and is stored as zeros.
+    out = codes + group * 128 + k[:, None].to(tl.int64) * (groups * 128) + tl.arange(0, 128)
+    tl.store(out, q.permute(1, 0, 2, 3).reshape(q.shape[1], 128), mask=k[:, None] < K)
+    tl.store(scales + group * ((K + 3) // 4 * 4) + k, scale, mask=k < K)  # lines on 16 bytes
+
+
+@jit
+def quantize_rows_tile(x, codes, scales, quads, i, j, M, K: tl.constexpr, X_LINE: tl.constexpr,
+                       CODES_LINE: tl.constexpr, TILE: tl.constexpr):
+    """TILE tokens, from i * TILE, by group j of 128 features."""
     m, k = i * TILE + tl.arange(0, TILE), j * 128 + tl.arange(0, 128)
     offsets = m[:, None].to(tl.int64) * X_LINE + k  # 64 bits: tokens times features pass 2^31
     tile = tl.load(x + offsets, mask=(m[:, None] < M) & (k < K), other=0).to(tl.float32)
+    store_rows(tile, codes, scales, quads, j, m, k, M, K, CODES_LINE)
+
+
+@jit
+def load_tokens(x, norm_w, rstd, m, k, left, K: tl.constexpr, X_LINE: tl.constexpr):
+    """Tokens m, of which `left` are there, and columns k as an FP32 tile. With `rstd`, x is the input of an
+    RMSNorm whose output is computed on the way, rounded as the norm rounds it."""
+    # A thread gets four neighbours of a row (max_contiguous), though eight BF16 numbers would fit one load: it
+    # has the scales of its columns to itself, two divisions for each.
+    offsets = tl.max_contiguous(m[:, None] * X_LINE + k, (1, 4))
+    tile = tl.load(x + offsets, mask=(m[:, None] < left) & (k < K), other=0).to(tl.float32)
     if rstd is not None:
-        r = tl.load(rstd + m, mask=m < M, other=0)
+        r = tl.load(rstd + m, mask=m < left, other=0)
         tile = tile * r[:, None] * tl.load(norm_w + k, mask=k < K, other=0).to(tl.float32)
         tile = tile.to(x.dtype.element_ty).to(tl.float32)
-    if codes is not None:
-        store_rows(tile, codes, scales, quads, j, m, k, M, K, CODES_LINE)
-    if codes_t is not None:
-        store_cols(tile, codes_t, scales_t, tl.cdiv(M, 128), i, m, k, K)
+    return tile
+
+
+@jit
+def quantize_cols_tile(x, norm_w, rstd, codes, scales, i, j, M, K: tl.constexpr, X_LINE: tl.constexpr,
+                       WIDTH: tl.constexpr):
+    """Group i of 128 tokens by WIDTH features, from j * WIDTH."""
+    m, k, left = 4 * tl.arange(0, 32), j * WIDTH + tl.arange(0, WIDTH), M - i * 128
+    x += i.to(tl.int64) * (128 * X_LINE)  # 64 bits; within the group 32 are enough
+    if rstd is not None:
+        rstd += i * 128
+    x0 = load_tokens(x, norm_w, rstd, m, k, left, K, X_LINE)
+    x1 = load_tokens(x, norm_w, rstd, m + 1, k, left, K, X_LINE)
+    x2 = load_tokens(x, norm_w, rstd, m + 2, k, left, K, X_LINE)
+    x3 = load_tokens(x, norm_w, rstd, m + 3, k, left, K, X_LINE)
+    store_cols(x0, x1, x2, x3, codes, scales, tl.cdiv(M, 128), i, k, K)
+
+
+@jit(do_not_specialize=["quads", "M"])
+def quantize_rows_kernel(x, codes, scales, quads, M, K: tl.constexpr, X_LINE: tl.constexpr,
+                         CODES_LINE: tl.constexpr, TILE: tl.constexpr):
+    """One program quantizes a tile of TILE tokens by 128 features."""
+    i, j = tl.program_id(0) // tl.cdiv(K, 128), tl.program_id(0) % tl.cdiv(K, 128)
+    quantize_rows_tile(x, codes, scales, quads, i, j, M, K, X_LINE, CODES_LINE, TILE)
+
+
+@jit(do_not_specialize=["M"])
+def quantize_cols_kernel(x, norm_w, rstd, codes, scales, M, K: tl.constexpr, X_LINE: tl.constexpr,
+                         WIDTH: tl.constexpr):
+    """One program quantizes a group of 128 tokens by WIDTH features."""
+    i, j = tl.program_id(0) // tl.cdiv(K, WIDTH), tl.program_id(0) % tl.cdiv(K, WIDTH)
+    quantize_cols_tile(x, norm_w, rstd, codes, scales, i, j, M, K, X_LINE, WIDTH)
+
+
+@jit(do_not_specialize=["quads", "M"])
+def quantize_rows_cols_kernel(x, codes, scales, codes_t, scales_t, quads, M, K: tl.constexpr,
+                              X_LINE: tl.constexpr, CODES_LINE: tl.constexpr):
+    """Both directions of a group of 128 tokens by 128 features are four programs, side by side: two for rows,
+    two for columns. x comes from memory once and for the second time from the cache; one program that held
+    the tile for both would need so many registers that too few of them fit."""
+    part, tile = tl.program_id(0) % 4, tl.program_id(0) // 4
+    i, j = tile // tl.cdiv(K, 128), tile % tl.cdiv(K, 128)
+    if part < 2:
+        quantize_rows_tile(x, codes, scales, quads, i * 2 + part, j, M, K, X_LINE, CODES_LINE, 64)
+    else:
+        quantize_cols_tile(x, None, None, codes_t, scales_t, i, j * 2 + part - 2, M, K, X_LINE, 64)
 
 
 @jit
@@ -225,7 +284,7 @@ def quantize_blocks_kernel(w, codes, scales, N: tl.constexpr, K: tl.constexpr,
     k = block % tl.cdiv(K, 128) * 128 + tl.arange(0, 128)
     mask = (n < N) & (k < K)
     tile = tl.load(w + n.to(tl.int64) * W_LINE + k, mask=mask, other=0).to(tl.float32)
-    amax = tl.max(tl.max(tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+    amax = tl.max(tl.max(magnitude(tile), 1), 0)
     scale = scale_of(amax.to(tl.float32, bitcast=True))
     tl.store(codes + n.to(tl.int64) * CODES_LINE + k, codes_of(tile, scale), mask=mask)
     tl.store(scales + block, scale)
@@ -233,9 +292,9 @@ def quantize_blocks_kernel(w, codes, scales, N: tl.constexpr, K: tl.constexpr,
 
 @jit
 def transpose_kernel(x, out, N: tl.constexpr, K: tl.constexpr, X_LINE: tl.constexpr, OUT_LINE: tl.constexpr):
-    """One program transposes a 128x128 tile of bytes."""
-    n = tl.program_id(0) // tl.cdiv(K, 128) * 128 + tl.arange(0, 128)[:, None]
-    k = tl.program_id(0) % tl.cdiv(K, 128) * 128 + tl.arange(0, 128)
+    """One program transposes a 128x256 tile of bytes; programs go down the columns, whose lines they fill."""
+    n = tl.program_id(0) % tl.cdiv(N, 128) * 128 + tl.arange(0, 128)[:, None]
+    k = tl.program_id(0) // tl.cdiv(N, 128) * 256 + tl.arange(0, 256)
     mask = (n < N) & (k < K)
     tile = tl.load(x + n.to(tl.int64) * X_LINE + k, mask=mask)
     tl.store(out + k.to(tl.int64) * OUT_LINE + n, tile, mask=mask)
@@ -246,38 +305,51 @@ def unit_stride(x):
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def quantize(x, rows, cols, norm_w=None, rstd=None):
-    """Launch quantize_kernel: -> (codes, scales) or None row-wise, (codes, scales) or None column-wise."""
-    (M, K), x = x.shape, unit_stride(x)
-    row = (empty_codes(M, K, x.device), empty_scales(cdiv(K, BLOCK), M, x.device)) if rows else (None, None)
-    col = (None, None)
-    if cols:
-        Mp = round_up(M, BLOCK)
-        col = empty_codes(K, Mp, x.device), empty_scales(Mp // BLOCK, K, x.device)
-    tile = BLOCK if cols else 32 if M > 64 else 16  # amax has no order: the height of a row-wise tile is free
-    if M:
-        launch(quantize_kernel, cdiv(M, tile) * cdiv(K, BLOCK), x, norm_w, rstd, *row, *col, cdiv(M, 4), M,
-               K, x.stride(0), round_up(K, 16), tile, num_warps=4 if not cols else 16 if rows else 8)
-    return row, col
+def row_outputs(x):
+    return empty_codes(*x.shape, x.device), empty_scales(cdiv(x.shape[1], BLOCK), x.shape[0], x.device)
+
+
+def col_outputs(x):
+    (M, K), groups = x.shape, cdiv(x.shape[0], BLOCK)
+    return empty_codes(K, groups * BLOCK, x.device), empty_scales(groups, K, x.device)
 
 
 def quantize_rows(x):
     """x (M, K) -> codes (M, K) E4M3, scales (ceil(K/128), M) FP32: one scale per token and 128 features."""
-    return quantize(x, rows=True, cols=False)[0] if use_kernels(x) else quantize_rows_reference(x)
+    if not use_kernels(x):
+        return quantize_rows_reference(x)
+    (M, K), x, out = x.shape, unit_stride(x), row_outputs(x)
+    if M:
+        launch(quantize_rows_kernel, cdiv(M, 16) * cdiv(K, BLOCK), x, *out, cdiv(M, 4), M, K, x.stride(0),
+               out[0].stride(0), 16, num_warps=4)
+    return out
 
 
-def quantize_cols(x):
+def quantize_cols(x, norm_w=None, rstd=None):
     """x (M, K) -> codes (K, Mp) E4M3, scales (Mp/128, K) FP32: x transposed, one scale per feature and 128
     tokens.
 
     Mp is M rounded up to 128; the padding tokens are exact zeros, so they add nothing to a weight gradient.
+    With norm_w (K,) and rstd (M,), what is quantized is the RMSNorm's output.
     """
-    return quantize(x, rows=False, cols=True)[1] if use_kernels(x) else quantize_cols_reference(x)
+    if not use_kernels(x):
+        return quantize_cols_reference(x if rstd is None else norm_output_reference(x, rstd, norm_w))
+    (M, K), x, out = x.shape, unit_stride(x), col_outputs(x)
+    if M:
+        launch(quantize_cols_kernel, cdiv(M, BLOCK) * cdiv(K, 64), x, norm_w, rstd, *out, M, K, x.stride(0),
+               64, num_warps=4)
+    return out
 
 
 def quantize_rows_cols(x):
     """x (M, K) -> (codes, scales) as quantize_rows, (codes, scales) as quantize_cols; x is read once."""
-    return quantize(x, rows=True, cols=True) if use_kernels(x) else (quantize_rows(x), quantize_cols(x))
+    if not use_kernels(x):
+        return quantize_rows_reference(x), quantize_cols_reference(x)
+    (M, K), x, rows, cols = x.shape, unit_stride(x), row_outputs(x), col_outputs(x)
+    if M:
+        launch(quantize_rows_cols_kernel, 4 * cdiv(M, BLOCK) * cdiv(K, BLOCK), x, *rows, *cols, cdiv(M, 4), M,
+               K, x.stride(0), rows[0].stride(0), num_warps=4)
+    return rows, cols
 
 
 def quantize_blocks(w, out=None):
@@ -309,8 +381,8 @@ def transpose_codes(codes):
     out = empty_codes(K, N, codes.device)
     if not use_kernels(codes):
         return out.copy_(codes.t())
-    launch(transpose_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK), codes.view(torch.uint8), out.view(torch.uint8),
-           N, K, codes.stride(0), out.stride(0), num_warps=8)
+    launch(transpose_kernel, cdiv(N, 128) * cdiv(K, 256), codes.view(torch.uint8), out.view(torch.uint8),
+           N, K, codes.stride(0), out.stride(0), num_warps=16)
     return out
 
 
@@ -754,13 +826,13 @@ class Weight(nn.Module):
 
 @jit(do_not_specialize=["M"])
 def sum_rows_kernel(x, out, M, C: tl.constexpr, X_LINE: tl.constexpr, CHUNK: tl.constexpr, ADD: tl.constexpr):
-    """One program sums CHUNK rows of 128 columns of x, in ascending steps of 32 rows; ADD: onto what `out`
+    """One program sums CHUNK rows of 32 columns of x, in ascending steps of 256 rows; ADD: onto what `out`
     holds."""
-    c = tl.program_id(0) % tl.cdiv(C, 128) * 128 + tl.arange(0, 128)
-    chunk = tl.program_id(0) // tl.cdiv(C, 128)
-    total = tl.zeros((32, 128), tl.float32)
-    for row in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, M), 32):
-        m = row + tl.arange(0, 32)[:, None]
+    c = tl.program_id(0) % tl.cdiv(C, 32) * 32 + tl.arange(0, 32)
+    chunk = tl.program_id(0) // tl.cdiv(C, 32)
+    total = tl.zeros((256, 32), tl.float32)
+    for row in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, M), 256):
+        m = row + tl.arange(0, 256)[:, None]
         total += tl.load(x + m.to(tl.int64) * X_LINE + c, mask=(m < M) & (c < C), other=0).to(tl.float32)
     out += chunk * C + c
     total = tl.sum(total, 0)
@@ -774,12 +846,13 @@ def sum_rows(x, out):
     if not use_kernels(x):
         out += x.float().sum(0)
         return
-    (M, C), x, chunk = x.shape, unit_stride(x), 256
-    while M > chunk:  # partial sums of 256 rows, side by side on the GPU, then the sum of those
+    (M, C), x, chunk = x.shape, unit_stride(x), 512
+    while M > chunk:  # partial sums of 512 rows, side by side on the GPU, then the sum of those
         partial = torch.empty(cdiv(M, chunk), C, device=x.device)
-        launch(sum_rows_kernel, cdiv(C, BLOCK) * len(partial), x, partial, M, C, x.stride(0), chunk, False)
+        launch(sum_rows_kernel, cdiv(C, 32) * len(partial), x, partial, M, C, x.stride(0), chunk, False,
+               num_warps=16)
         x, M = partial, len(partial)
-    launch(sum_rows_kernel, cdiv(C, BLOCK), x, out, M, C, x.stride(0), chunk, True)
+    launch(sum_rows_kernel, cdiv(C, 32), x, out, M, C, x.stride(0), chunk, True, num_warps=16)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -832,28 +905,29 @@ def norm_kernel(h, delta, w, h_new, rstd, y, codes, scales, quads, eps,
         tl.store(scales + group * (quads * 4) + row, s, mask=group * 128 < C)
 
 
-@jit(do_not_specialize=["M"])
-def norm_backward_kernel(dy, dh, h, rstd, w, dx, partial, M,
-                         C: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    """One program takes ROWS rows in turn: dx = dh + rstd (g - xhat mean(g xhat)) with g = dy w, xhat = h
+@jit(do_not_specialize=["M", "rows"])
+def norm_backward_kernel(dy, dh, h, rstd, w, dx, partial, M, rows, C: tl.constexpr, GROUPS: tl.constexpr):
+    """One program takes `rows` rows in turn: dx = dh + rstd (g - xhat mean(g xhat)) with g = dy w, xhat = h
     rstd.
 
-    The gradient of w sums dy xhat over the program's rows, in registers, into its line of `partial`.
+    The gradient of w sums dy xhat over the program's rows, in registers, into its line of `partial`. While a
+    row is worked on, the next two are on their way (num_stages).
     """
     c = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)
     weight = tl.load(w + c, mask=c < C, other=0).to(tl.float32)
     dw = tl.zeros((GROUPS, 128), tl.float32)
-    first = tl.program_id(0) * ROWS
-    for i in range(min(ROWS, M - first)):
+    first = tl.program_id(0) * rows
+    for i in tl.range(min(rows, M - first), num_stages=3):
         offsets = first.to(tl.int64) * C + (i * C + c)
         r = tl.load(rstd + first + i)
         xhat = tl.load(h + offsets, mask=c < C, other=0).to(tl.float32) * r
         grad = tl.load(dy + offsets, mask=c < C, other=0).to(tl.float32)
+        rest = tl.load(dh + offsets, mask=c < C, other=0).to(tl.float32)
         dw += grad * xhat
         g = grad * weight
         mean = tl.div_rn(tl.sum(tl.sum(g * xhat, 1), 0), C * 1.0)
         # The residual's gradient is added in FP32: one rounding on the way down the residual stream.
-        out = tl.load(dh + offsets, mask=c < C, other=0).to(tl.float32) + r * (g - xhat * mean)
+        out = rest + r * (g - xhat * mean)
         tl.store(dx + offsets, out.to(dx.dtype.element_ty), mask=c < C)
     tl.store(partial + tl.program_id(0).to(tl.int64) * C + c, dw, mask=c < C)
 
@@ -894,11 +968,8 @@ def norm_forward(h, delta, w, eps, quantize):
 def norm_operand(h, rstd, w, eps, cols):
     """The norm's output computed again, as WGrad reads it: column-wise (codes, scales) when `cols`, else y
     (M, C)."""
-    if not use_kernels(h):
-        y = norm_output_reference(h, rstd, w.data)
-        return quantize_cols(y) if cols else y
     if cols:
-        return quantize(h, rows=False, cols=True, norm_w=w.data, rstd=rstd)[1]
+        return quantize_cols(h, w.data, rstd)
     return norm_forward(h, None, w, eps, quantize=False)[2]
 
 
@@ -908,12 +979,12 @@ def norm_backward(dy, dh, h, rstd, w):
         dx, dw = norm_backward_reference(dy, dh, h, rstd, w.data)
         w.add_grad(dw)
         return dx
-    (M, C), rows = h.shape, 16
+    (M, C), rows = h.shape, max(1, cdiv(h.shape[0], 512))  # 512 programs: a GPU is full, sum_rows is quick
     groups, warps = norm_config(C)
     dx, partial = torch.empty_like(h), torch.empty(cdiv(M, rows), C, dtype=torch.float32, device=h.device)
     if M:
         launch(norm_backward_kernel, len(partial), aligned(dy), aligned(dh), h, rstd, w.data, dx, partial, M,
-               C, groups, rows, num_warps=warps)
+               rows, C, groups, num_warps=warps)
     sum_rows(partial, w.gradient())
     return dx
 
@@ -924,7 +995,7 @@ def norm_backward(dy, dh, h, rstd, w):
 
 def swiglu_reference(gate_up):
     gate, up = gate_up.float().chunk(2, -1)
-    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+    return (gate * (1 / (1 + torch.exp(-gate))) * up).to(gate_up.dtype)
 
 
 def swiglu_backward_reference(dy, gate_up):
@@ -932,6 +1003,11 @@ def swiglu_backward_reference(dy, gate_up):
     s = 1 / (1 + torch.exp(-gate))
     d_gate = dy.float() * up * (s * (1 + gate * (1 - s)))
     return torch.cat((d_gate, dy.float() * (gate * s)), -1).to(gate_up.dtype)
+
+
+@jit
+def sigmoid(x):
+    return tl.div_rn(1.0, 1 + tl.exp(-x))
 
 
 @jit(do_not_specialize=["M", "quads"])
@@ -945,7 +1021,7 @@ def swiglu_kernel(gate_up, y, codes, scales, quads, M,
     mask = (m[:, None] < M) & (k < K)
     source = gate_up + m[:, None].to(tl.int64) * (2 * K) + k
     gate = tl.load(source, mask=mask, other=0).to(tl.float32)
-    out = tl.div_rn(gate, 1 + tl.exp(-gate)) * tl.load(source + K, mask=mask, other=0).to(tl.float32)
+    out = gate * sigmoid(gate) * tl.load(source + K, mask=mask, other=0).to(tl.float32)
     out = out.to(gate_up.dtype.element_ty)  # rounded first: the value that WGrad's operand is made from
     if codes is None:
         tl.store(y + m[:, None].to(tl.int64) * K + k, out, mask=mask)
@@ -953,29 +1029,41 @@ def swiglu_kernel(gate_up, y, codes, scales, quads, M,
         store_rows(out.to(tl.float32), codes, scales, quads, j, m, k, M, K, CODES_LINE)
 
 
+@jit
+def swiglu_backward_tile(dy, gate_up, d_gate_up, m, k, left, K: tl.constexpr):
+    """Stores the gradients of gate and up for tokens m, of which `left` are there, and features k; returns
+    the product once more."""
+    mask = (m[:, None] < left) & (k < K)
+    narrow, wide = m[:, None] * K + k, m[:, None] * (2 * K) + k
+    gate = tl.load(gate_up + wide, mask=mask, other=0).to(tl.float32)
+    up = tl.load(gate_up + wide + K, mask=mask, other=0).to(tl.float32)
+    d = tl.load(dy + narrow, mask=mask, other=0).to(tl.float32)
+    s = sigmoid(gate)
+    dtype = gate_up.dtype.element_ty
+    tl.store(d_gate_up + wide, (d * up * (s * (1 + gate * (1 - s)))).to(dtype), mask=mask)
+    tl.store(d_gate_up + wide + K, (d * (gate * s)).to(dtype), mask=mask)
+    return (gate * s * up).to(dtype)  # as the forward kernel computes it, to the bit
+
+
 @jit(do_not_specialize=["M"])
 def swiglu_backward_kernel(dy, gate_up, d_gate_up, y, codes_t, scales_t, M, K: tl.constexpr,
                            TILE: tl.constexpr, WIDTH: tl.constexpr):
     """Gradients of gate and up for TILE tokens by WIDTH features; and the product once more, for WGrad, as
     its factors are at hand: column-wise codes and scales (TILE is 128 then), or y."""
-    blocks: tl.constexpr = (K + WIDTH - 1) // WIDTH
-    i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    m, k = i * TILE + tl.arange(0, TILE), j * WIDTH + tl.arange(0, WIDTH)
-    mask = (m[:, None] < M) & (k < K)
-    narrow, wide = m[:, None].to(tl.int64) * K + k, m[:, None].to(tl.int64) * (2 * K) + k
-    gate = tl.load(gate_up + wide, mask=mask, other=0).to(tl.float32)
-    up = tl.load(gate_up + wide + K, mask=mask, other=0).to(tl.float32)
-    d = tl.load(dy + narrow, mask=mask, other=0).to(tl.float32)
-    denominator = 1 + tl.exp(-gate)
-    s = tl.div_rn(1.0, denominator)
-    dtype = gate_up.dtype.element_ty
-    tl.store(d_gate_up + wide, (d * up * (s * (1 + gate * (1 - s)))).to(dtype), mask=mask)
-    tl.store(d_gate_up + wide + K, (d * (gate * s)).to(dtype), mask=mask)
-    out = (tl.div_rn(gate, denominator) * up).to(dtype)  # as the forward kernel computes it, to the bit
+    i, j = tl.program_id(0) // tl.cdiv(K, WIDTH), tl.program_id(0) % tl.cdiv(K, WIDTH)
+    m, k, left = tl.arange(0, TILE), j * WIDTH + tl.arange(0, WIDTH), M - i * TILE
+    before = i.to(tl.int64) * TILE * K  # 64 bits; within the tile 32 are enough
+    dy, gate_up, d_gate_up = dy + before, gate_up + 2 * before, d_gate_up + 2 * before
     if codes_t is None:
-        tl.store(y + narrow, out, mask=mask)
+        out = swiglu_backward_tile(dy, gate_up, d_gate_up, m, k, left, K)
+        tl.store(y + before + (m[:, None] * K + k), out, mask=(m[:, None] < left) & (k < K))
     else:
-        store_cols(out.to(tl.float32), codes_t, scales_t, tl.cdiv(M, 128), i, m, k, K)
+        m4 = 4 * tl.arange(0, 32)
+        x0 = swiglu_backward_tile(dy, gate_up, d_gate_up, m4, k, left, K).to(tl.float32)
+        x1 = swiglu_backward_tile(dy, gate_up, d_gate_up, m4 + 1, k, left, K).to(tl.float32)
+        x2 = swiglu_backward_tile(dy, gate_up, d_gate_up, m4 + 2, k, left, K).to(tl.float32)
+        x3 = swiglu_backward_tile(dy, gate_up, d_gate_up, m4 + 3, k, left, K).to(tl.float32)
+        store_cols(x0, x1, x2, x3, codes_t, scales_t, tl.cdiv(M, 128), i, k, K)
 
 
 def swiglu_forward(gate_up, quantize):
@@ -990,10 +1078,9 @@ def swiglu_forward(gate_up, quantize):
         codes, scales = empty_codes(M, K, device), empty_scales(cdiv(K, BLOCK), M, device)
     else:
         y = torch.empty(M, K, dtype=gate_up.dtype, device=device)
-    tile = 32 if M > 64 else 16
     if M:
-        launch(swiglu_kernel, cdiv(M, tile) * cdiv(K, BLOCK), gate_up, y, codes, scales, cdiv(M, 4), M,
-               K, round_up(K, 16), tile, num_warps=4)
+        launch(swiglu_kernel, cdiv(M, 4) * cdiv(K, BLOCK), gate_up, y, codes, scales, cdiv(M, 4), M,
+               K, round_up(K, 16), 4, num_warps=1)
     return (codes, scales) if quantize else y
 
 
@@ -1004,15 +1091,15 @@ def swiglu_backward(dy, gate_up, cols):
         y = swiglu_reference(gate_up)
         return swiglu_backward_reference(dy, gate_up), quantize_cols(y) if cols else y
     (M, K), gate_up, dy = dy.shape, gate_up.contiguous(), dy.contiguous()
-    d_gate_up, y, codes, scales, Mp = torch.empty_like(gate_up), None, None, None, round_up(M, BLOCK)
+    d_gate_up, y, codes, scales = torch.empty_like(gate_up), None, None, None
     if cols:
-        codes, scales = empty_codes(K, Mp, dy.device), empty_scales(Mp // BLOCK, K, dy.device)
+        codes, scales = col_outputs(dy)
     else:
         y = torch.empty_like(dy)
-    tile, width, warps = (BLOCK, 64, 16) if cols else (16, BLOCK, 4)
+    tile, width = (BLOCK, 32) if cols else (16, BLOCK)
     if M:
         launch(swiglu_backward_kernel, cdiv(M, tile) * cdiv(K, width), dy, gate_up, d_gate_up, y,
-               codes, scales, M, K, tile, width, num_warps=warps)
+               codes, scales, M, K, tile, width, num_warps=4)
     return d_gate_up, (codes, scales) if cols else y
 
 
@@ -1155,11 +1242,10 @@ def linear(x, w, bias=None, fp8=None):
 # Optimizer
 
 
-def philox_reference(seed, c0, c1):
-    """The four words of Philox 4x32-10 (Salmon et al. 2011) at counter (c0, c1, 0, 0), as by tl.philox: 32-bit
-    words held in int64."""
+def philox_reference(seed, c0, c1, c2, c3):
+    """The four words of Philox 4x32-10 (Salmon et al. 2011), as by tl.philox: 32-bit words held in int64."""
     low = 0xFFFFFFFF
-    k0, k1, c2, c3 = seed & low, seed >> 32, 0, 0
+    k0, k1 = seed & low, seed >> 32 & low
     for _ in range(10):
         a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # int64 wraps: the 64 bits are right
         c0, c1, c2, c3 = (b >> 32) & low ^ c1 ^ k0, b & low, (a >> 32) & low ^ c3 ^ k1, a & low
@@ -1174,21 +1260,26 @@ def round_reference(x, noise):
 
 
 def adamw_reference(p, m, v, g, clip, finite, rate, rescale, betas, eps, decay, step, index):
-    """In place: m, v, and p = p decay - rate m / (sqrt(v) rescale + eps), unless not `finite`; clears g.
+    """In place: m, v, and p = p decay - rate m / (sqrt(v) rescale + eps); nothing at all unless `finite`.
 
-    BF16 states are rounded with noise keyed by (step, index of the weight, element).
+    BF16 states are rounded with noise keyed by (step, index of the weight, row, column). Of 32 bits, 16 round
+    the master and 16 both moments: nothing but their quotient sees that these two share.
     """
-    if finite:
-        grad = g * clip
-        m_new = m.float() * betas[0] + grad * (1 - betas[0])
-        v_new = v.float() * betas[1] + grad * grad * (1 - betas[1])
-        new = p.float() * decay - rate * m_new / (sqrt_reference(v_new) * rescale + eps), m_new, v_new
-        if p.dtype == torch.bfloat16:
-            words = philox_reference(step, torch.arange(p.numel(), device=p.device).view(p.shape), index)
-            new = [round_reference(x, noise) for x, noise in zip(new, words)]
-        for old, x in zip((p, m, v), new):
-            old.copy_(x)
-    g.zero_()
+    if finite == 0:
+        return
+    g = g * clip
+    m_new = m.float() * betas[0] + g * (1 - betas[0])
+    v_new = v.float() * betas[1] + g * g * (1 - betas[1])
+    p_new = p.float() * decay - rate * m_new / (sqrt_reference(v_new) * rescale + eps)
+    if p.dtype == torch.bfloat16:
+        K = p.shape[-1]
+        row, quad = (torch.arange(n, device=p.device) for n in (p.numel() // K, cdiv(K, 4)))
+        words = torch.stack(philox_reference(step, row[:, None], quad, index, 0), -1)
+        noise = words.flatten(1)[:, :K].view(p.shape)
+        p_new = round_reference(p_new, noise)
+        m_new, v_new = round_reference(m_new, noise >> 16), round_reference(v_new, noise >> 16)
+    for old, new in ((p, p_new), (m, m_new), (v, v_new)):
+        old.copy_(new)
 
 
 @jit
@@ -1199,35 +1290,35 @@ def round_bf16(x, noise):
 
 
 @jit(do_not_specialize=["index"])
-def adamw_kernel(p, m, v, g, control, step, data, codes, scales, beta1, beta2, rest1, rest2, eps, decay, index,
-                 N: tl.constexpr, K: tl.constexpr, CODES_LINE: tl.constexpr, ROWS: tl.constexpr):
-    """One program updates a 128x128 tile of master p and moments m, v, writes it to `data` and `codes`, and
-    clears the gradient g.
+def adamw_kernel(p, m, v, g, control, step, data, codes, scales, beta1, beta2, rest1, rest2, eps, decay,
+                 index, N: tl.constexpr, K: tl.constexpr, CODES_LINE: tl.constexpr, ROWS: tl.constexpr):
+    """One program updates a 128x128 tile of master p and moments m, v, and writes it to `data` and `codes`.
 
     The tile goes by in chunks of ROWS rows, to fit the registers. Its codes need the amax of all of it, so p
     is read a second time, from the cache. rest1 and rest2 are 1 - beta1 and 1 - beta2, made on the host in
     FP64.
     """
     clip, rate, rescale = tl.load(control), tl.load(control + 2), tl.load(control + 3)
-    rows = tl.where(tl.load(control + 1) == 0, 0, N)  # to update: none if a gradient was not finite
-    seed = tl.load(step)
+    if tl.load(control + 1) == 0:  # a gradient was not finite: skip the update, moments included
+        return
     tile = tl.program_id(0)
-    n = tile // tl.cdiv(K, 128) * 128 + tl.arange(0, ROWS)[:, None]
-    k = tile % tl.cdiv(K, 128) * 128 + tl.arange(0, 128)
+    first, k0 = tile // tl.cdiv(K, 128) * 128, tile % tl.cdiv(K, 128) * 128
+    k = k0 + tl.arange(0, 128)
     peak = tl.zeros((ROWS, 128), tl.int32)
-    for row in range(0, 128, ROWS):
-        at, mask = (n + row).to(tl.int64) * K + k, (n + row < N) & (k < K)
+    for row in range(first, first + 128, ROWS):
+        n = row + tl.arange(0, ROWS)[:, None]
+        at, mask = n.to(tl.int64) * K + k, (n < N) & (k < K)
         grad = tl.load(g + at, mask=mask, other=0) * clip
-        tl.store(g + at, 0.0, mask=mask)
-        mask = (n + row < rows) & (k < K)
         m_new = tl.load(m + at, mask=mask, other=0).to(tl.float32) * beta1 + grad * rest1
         v_new = tl.load(v + at, mask=mask, other=0).to(tl.float32) * beta2 + grad * grad * rest2
         change = tl.div_rn(rate * m_new, tl.sqrt_rn(v_new) * rescale + eps)
         value = tl.load(p + at, mask=mask, other=0).to(tl.float32) * decay - change
         if p.dtype.element_ty == tl.bfloat16:
-            noise_p, noise_m, noise_v, _ = tl.philox(seed, at.to(tl.uint32), index, 0, 0)
-            value = round_bf16(value, noise_p)
-            m_new, v_new = round_bf16(m_new, noise_m), round_bf16(v_new, noise_v)
+            quad = k0 // 4 + tl.arange(0, 32)[None, :]  # one draw serves four neighbours
+            a, b, c, d = tl.philox(tl.load(step), n.to(tl.uint32), quad.to(tl.uint32), index, 0)
+            noise = tl.join(tl.join(a, c), tl.join(b, d)).reshape(ROWS, 128)
+            value = round_bf16(value, noise)
+            m_new, v_new = round_bf16(m_new, noise >> 16), round_bf16(v_new, noise >> 16)
         tl.store(m + at, m_new.to(m.dtype.element_ty), mask=mask)
         tl.store(v + at, v_new.to(v.dtype.element_ty), mask=mask)
         tl.store(p + at, value.to(p.dtype.element_ty), mask=mask)
@@ -1235,23 +1326,26 @@ def adamw_kernel(p, m, v, g, control, step, data, codes, scales, beta1, beta2, r
             rounded = value.to(data.dtype.element_ty)
             tl.store(data + at, rounded, mask=mask)
             value = rounded.to(tl.float32)  # with both kept, the codes are those of the rounded data
-        peak = tl.maximum(peak, tl.where(mask, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+        peak = tl.maximum(peak, tl.where(mask, magnitude(value), 0))
     if codes is not None:
         scale = scale_of(tl.max(tl.max(peak, 1), 0).to(tl.float32, bitcast=True))
-        tl.store(scales + tile, scale, mask=rows > 0)
+        tl.store(scales + tile, scale)
         tl.debug_barrier()  # what another thread of this program wrote is read below
-        for row in range(0, 128, ROWS):
-            at, mask = (n + row).to(tl.int64) * K + k, (n + row < rows) & (k < K)
+        # In chunks of another shape than above: tiles of one shape share one layout, and what suits a store of
+        # a byte an element does not suit FP32.
+        for row in range(first, first + 128, 32):
+            n = row + tl.arange(0, 32)[:, None]
+            at, mask = n.to(tl.int64) * K + k, (n < N) & (k < K)
             value = tl.load((p if data is None else data) + at, mask=mask, other=0).to(tl.float32)
-            tl.store(codes + (n + row).to(tl.int64) * CODES_LINE + k, codes_of(value, scale), mask=mask)
+            tl.store(codes + n.to(tl.int64) * CODES_LINE + k, codes_of(value, scale), mask=mask)
 
 
 class AdamW:
     """AdamW, which writes the weights of the forward pass in the same pass over masters and moments.
 
     A master starts as what its weight holds, for codes already rounded: call load() with the full-precision
-    values. Gradients are FP32 views of one buffer, so one call measures them all. Clip factor, step count and
-    the non-finite flag stay on the device, so the host never waits.
+    values. Gradients are FP32 views of one buffer: one call measures them all, one clears them. Clip factor,
+    step count and the non-finite flag stay on the device, so the host never waits.
 
     Masters and moments are FP32 (12 bytes a parameter) or BF16 (6 bytes). A step changes most values by less
     than half a BF16 step, and rounding to nearest would undo it, for ever; stochastic rounding keeps it on
@@ -1311,6 +1405,7 @@ class AdamW:
         control = torch.stack([clip.double(), finite.double(), rate, rescale]).float()
         for index, (name, w) in enumerate(self.weights.items()):
             self.update(index, name, w, control, 1 - lr * self.decay[name])
+        self.grads.zero_()
         return norm, finite
 
     def update(self, index, name, w, control, decay):
@@ -1322,8 +1417,8 @@ class AdamW:
         N, K = w.shape if len(w.shape) == 2 else (1, w.shape.numel())  # a vector is a matrix of one row
         beta1, beta2 = self.betas
         launch(adamw_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK), *tensors, control, self.steps,
-               None if w.data is p else w.data, w.codes, w.scales, beta1, beta2, 1 - beta1, 1 - beta2, self.eps,
-               decay, index, N, K, round_up(K, 16), 16, num_warps=8)
+               None if w.data is p else w.data, w.codes, w.scales, beta1, beta2, 1 - beta1, 1 - beta2,
+               self.eps, decay, index, N, K, round_up(K, 16), 16, num_warps=8)
 
     def state(self):
         """Tensors for a checkpoint: master.NAME, m.NAME, v.NAME, step."""
@@ -1335,10 +1430,11 @@ class AdamW:
         """Resume from state(): the weights, written from the masters, get the bits that they had."""
         mine = self.state()
         wrong = sorted(mine.keys() ^ state.keys())
-        wrong = wrong or [k for k, x in mine.items() if (x.shape, x.dtype) != (state[k].shape, state[k].dtype)]
+        kind = lambda x: (x.shape, x.dtype)
+        wrong = wrong or [k for k, x in mine.items() if kind(x) != kind(state[k])]
         if wrong:
             raise ValueError(f"optimizer state: {wrong[:4]} on one side only, or of another shape or dtype: "
-                             "resume with the model and the precision of states that saved it")
+                             "resume with the model, and the dtype of states, that saved it")
         for key, tensor in mine.items():
             tensor.copy_(state[key])
         for name, w in self.weights.items():

@@ -351,7 +351,7 @@ def test_adamw_against_torch(keep):
 
 def test_noise_is_philox():
     """The first of the known answers that its authors publish."""
-    words = fp8.philox_reference(0, torch.zeros(1, dtype=torch.int64), 0)
+    words = fp8.philox_reference(0, *torch.zeros(4, dtype=torch.int64))
     assert [hex(int(word)) for word in words] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
 
 
@@ -403,7 +403,7 @@ def test_adamw_in_bf16_follows_fp32(keep):
             same(w.data, mine[f"master.{name}"])
         else:
             same(w.codes, fp8.quantize_blocks(mine[f"master.{name}"])[0])
-    with pytest.raises(ValueError, match="states that saved it"):
+    with pytest.raises(ValueError, match="dtype of states"):
         make_optimizer(keep)[1].load_state(mine)
 
 
@@ -617,6 +617,50 @@ def test_kernel_swiglu(M, K):
     for mine, other in zip(operand, fp8.quantize_cols(y)):
         same(mine, other, "the operand of WGrad")
     assert relative(grad, fp8.swiglu_backward_reference(dy, host)) < 2e-3
+
+
+@needs_kernels
+def test_kernel_fuzz_quantizers():
+    """Random numbers of tokens, strides and sizes of values, with zeros, NaN and Inf among them: every kernel
+    that writes codes, to the bit. FUZZ=2000 in the environment runs as many cases. Widths are few, because
+    for each the kernels are compiled."""
+    rng = random.Random(0)
+    for case in range(int(os.environ.get("FUZZ", 300 if CUDA else 4))):
+        torch.manual_seed(case)
+        M, C = int(2 ** rng.uniform(0, 9.5 if CUDA else 6)), rng.choice((72, 576, 1300) if CUDA else (72, 200))
+        dtype, kind = rng.choice((BF16, BF16, FP32)), rng.choice(("plain", "columns", "transposed"))
+        what = case, M, C, dtype, kind
+        shape, view = {"plain": ((M, C), lambda x: x), "columns": ((M, C + 24), lambda x: x[:, 8:C + 8]),
+                       "transposed": ((C, M), lambda x: x.t())}[kind]
+        x = torch.randn(shape) * 10.0 ** (rng.uniform(-25, 25) + torch.rand(shape[0], 1) * rng.uniform(0, 6))
+        x[:, rng.randrange(shape[1])] *= rng.choice((0, 1))
+        x[rng.randrange(shape[0]), rng.randrange(shape[1])] *= rng.choice((0, 1, 1, 1, math.nan, math.inf))
+        device, host = (view(t) for t in both(x.to(dtype)))
+        rows, cols = fp8.quantize_rows_reference(host), fp8.quantize_cols_reference(host)
+        n = rng.randrange(M) + 1
+        pairs = {"rows": (fp8.quantize_rows(device), rows), "columns": (fp8.quantize_cols(device), cols),
+                 "first rows": (fp8.quantize_rows(device[:n]), (rows[0][:n], rows[1][:, :n]))}
+        pairs["both, rows"], pairs["both, columns"] = zip(fp8.quantize_rows_cols(device), (rows, cols))
+        if M >= 140:
+            pairs["blocks"] = fp8.quantize_blocks(device[:140]), fp8.quantize_blocks_reference(host[:140])
+            same(fp8.transpose_codes(rows[0][:140].to(DEVICE)), rows[0][:140].t(), what)
+        if dtype == BF16:
+            w, d = Weight((C,), device=DEVICE), torch.randn(M, C).to(DEVICE, dtype)
+            w.write((torch.rand(C) + 0.5).to(DEVICE))
+            h, rstd, codes = fp8.norm_forward(device, d, w, 1e-6, quantize=True)
+            y = fp8.norm_output_reference(h.cpu(), rstd.cpu(), w.data.cpu())
+            pairs["norm"] = codes, fp8.quantize_rows_reference(y)
+            pairs["norm, columns"] = (fp8.norm_operand(h, rstd, w, 1e-6, cols=True),
+                                      fp8.quantize_cols_reference(y))
+            gate_up = (torch.randn(M, 2 * C) * 4).to(DEVICE, dtype)
+            y = fp8.swiglu_forward(gate_up, quantize=False)
+            grad, product = fp8.swiglu_backward(d, gate_up, cols=False)
+            grad2, operand = fp8.swiglu_backward(d, gate_up, cols=True)
+            same(product, y, what), same(grad2, grad, what)
+            pairs["swiglu"] = fp8.swiglu_forward(gate_up, quantize=True), fp8.quantize_rows_reference(y.cpu())
+            pairs["swiglu, columns"] = operand, fp8.quantize_cols_reference(y.cpu())
+        for name, (mine, other) in pairs.items():
+            same(mine[0], other[0], (*what, name)), same(mine[1], other[1], (*what, name))
 
 
 @needs_kernels
