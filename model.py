@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8 import Weight, jit, launch, matmul_rows, tl, triton, use_kernels
+from fp8 import TensorDescriptor, Weight, jit, launch, matmul_rows, tl, triton, use_kernels
 
 PRECISIONS = ("bf16", "fp8-rollout", "fp8")
 KV_TYPES = ("bf16", "fp8")
@@ -240,8 +240,8 @@ def check_device(device, precision, config):
     if precision != "bf16" and (major, minor) < (8, 9):
         raise RuntimeError("FP8 needs compute capability 8.9 or later, "
                            f"{torch.cuda.get_device_name(device)} has {major}.{minor}: use --precision=bf16")
-    if config.head_dim not in (16, 32, 64, 128, 256):
-        raise ValueError(f"head_dim is {config.head_dim}: the attention kernel takes 16, 32, 64, 128 or 256")
+    if config.head_dim not in (16, 32, 64, 128):
+        raise ValueError(f"head_dim is {config.head_dim}: the attention kernel takes 16, 32, 64 or 128")
 
 
 # ======================================================================================================
@@ -1002,12 +1002,13 @@ def _raise_exception(message):
 # Each topic has the same blocks in the same order: the torch reference (the specification; it runs without
 # a GPU), the Triton kernel, the wrapper, the autograd function. What they share is one promise: a value that
 # leads to a log-probability depends on the tokens of its own sequence alone, never on the batch, its order,
-# padding, or on who asked for it (trainer, prefill, decode). Hence no split sums, no atomics, one KV tile,
-# softmax rows that lie within one warp, and contraction switched off with `tl.fma` wherever a fused product
-# is meant.
+# padding, or on who asked for it (trainer, prefill, decode). Hence sums split at fixed places or not at all,
+# no atomics, one KV tile, softmax rows that lie within one warp, and contraction switched off with `tl.fma`
+# wherever a fused product is meant.
 # ======================================================================================================
 
 PAGE = 64  # keys of one attention step == page of the cache: training, prefill and decode share it
+SPLIT = 2048                 # keys of one softmax, to be merged with the next: decode runs them side by side
 VTILE = 128                  # vocabulary columns of one (max, sum) partial in the head
 LOG2E = 1.4426950408889634   # the GPU has exp2 only: log2(e) is folded into the softmax scale
 
@@ -1019,13 +1020,13 @@ class Packing:
     """Where B sequences lie in T packed tokens. Made by `pack`; every tensor is int32 on the model's device.
 
     positions (T,) in the token's own sequence; starts (B+1,) row offsets; tiles (N, 4): one row for each
-    attention tile of `rows` queries, (first packed row of the sequence, first query in the sequence,
-    length, 0). """
+    attention tile of `rows` queries, (first packed row of the sequence, first query in the sequence, length,
+    first row of the sequence where each is padded to whole tiles, N * rows in all). """
 
     def __init__(self, lengths, device):
-        # 128 rows fill a Hopper tile (8 warps). The CPU computes whole padded tiles, decode included: 16
-        # waste less.
-        self.rows = 128 if device.type == "cuda" else 16
+        # 64 rows are what four warps multiply at once. The CPU computes whole padded tiles, decode included:
+        # 16 waste less.
+        self.rows = 64 if device.type == "cuda" else 16
         starts = F.pad(lengths.cumsum(0), (1, 0))
         self.total, self.lengths = int(starts[-1]), lengths.tolist()
         sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -1033,7 +1034,8 @@ class Packing:
         count = (lengths + self.rows - 1) // self.rows
         owner = torch.arange(len(lengths)).repeat_interleave(count)
         first = (torch.arange(len(owner)) - (count.cumsum(0) - count)[owner]) * self.rows
-        tiles = torch.stack([starts[owner], first, lengths[owner], torch.zeros_like(owner)], dim=1)
+        padded = (count.cumsum(0) - count) * self.rows
+        tiles = torch.stack([starts[owner], first, lengths[owner], padded[owner]], dim=1)
         # Causal work grows with `first`: the longest tiles start first, so that the last ones to finish are
         # short.
         tiles = tiles[first.argsort(descending=True, stable=True)]
@@ -1063,15 +1065,15 @@ def rope_table(config, length, device):
 
 
 def empty_cache(pages, G, D, fp8_kv, dtype, device):
-    """A layer's cache: k, v (pages, G, PAGE, D), zeros; in FP8 codes, and their BF16 scales (pages, G, PAGE)
+    """A layer's cache: k, v (pages, G, PAGE, D), zeros; in FP8 codes, and their FP32 scales (pages, G, PAGE)
     twice. What one decode program reads of a page, the keys or values of one head, lies side by side."""
     zeros = lambda *shape, dtype: torch.zeros(pages, G, PAGE, *shape, dtype=dtype, device=device)
     values = [zeros(D, dtype=fp8.E4M3 if fp8_kv else dtype) for _ in "kv"]
-    return *values, *(zeros(dtype=torch.bfloat16) for _ in "kv" if fp8_kv)
+    return *values, *(zeros(dtype=torch.float32) for _ in "kv" if fp8_kv)
 
 
 def quantize_heads_reference(x):
-    """x (T, G, D) -> E4M3 codes (T, G, D), BF16 scales (T, G), and codes * scales in x.dtype: (T, G, D).
+    """x (T, G, D) -> E4M3 codes (T, G, D), FP32 scales (T, G), and codes * scales in x.dtype: (T, G, D).
 
     A scale is that of fp8.py, amax/448, rounded up to a power of two: then the product has no rounding of its
     own, and attention over codes has the bits of attention over BF16. NaN and Inf stay in the scale.
@@ -1080,7 +1082,7 @@ def quantize_heads_reference(x):
     power = (scale.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)
     scale = torch.where(scale < torch.inf, power, scale)
     codes = (x.float() / scale).clamp(-fp8.E4M3_MAX, fp8.E4M3_MAX).to(fp8.E4M3)
-    return codes, scale[:, :, 0].bfloat16(), (codes.float() * scale).to(x.dtype)
+    return codes, scale[:, :, 0], (codes.float() * scale).to(x.dtype)
 
 
 def write_pages_reference(values, cache, slots):
@@ -1154,18 +1156,24 @@ def store_halves(at, lo, hi, mask, D: tl.constexpr):
     tl.store(at + D // 2 + i, hi.to(at.dtype.element_ty), mask=mask)
 
 
+@jit
+def round_to_code(x):
+    return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
 @jit(do_not_specialize=["cached"])
 def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pages, v_pages, k_scales,
                         v_scales, slots, cached, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
                         HEADS: tl.constexpr, PAGE: tl.constexpr):
-    """One program: one token, all of its heads as a (HEADS, D/2) tile of low halves and one of high halves.
+    """One program: HEADS heads of one token, as a (HEADS, D/2) tile of low halves and one of high halves.
 
     Widths are constants, and one binary runs with a cache and without (`cached` 0), so that the order of the
     sum of squares can depend on nothing else.
     """
-    t = tl.program_id(0).to(tl.int64)
+    tiles: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
     dtype: tl.constexpr = q.dtype.element_ty
-    head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, D // 2)[None, :]
+    t = (tl.program_id(0) // tiles).to(tl.int64)
+    head, i = (tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, D // 2)[None, :]
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
     lo, hi, w_lo, w_hi, rstd = load_heads(qkv + (t * (H + 2 * G) + head) * D, q_weight, k_weight, eps,
                                           head < H + 2 * G, is_q, D)
@@ -1185,7 +1193,8 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
         scale = fp8.scale_of(peak.to(tl.float32, bitcast=True))
         power = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(scale < float("inf"), power, scale)
-        code_lo, code_hi = fp8.codes_of(lo, scale), fp8.codes_of(hi, scale)
+        turn = tl.div_rn(1.0, scale)  # of a power of two: the products are exact, and far cheaper
+        code_lo, code_hi = round_to_code(lo * turn), round_to_code(hi * turn)
         lo, hi = code_lo.to(tl.float32) * scale, code_hi.to(tl.float32) * scale
     store_halves(k + (t * G + head - H) * D, lo, hi, is_k, D)
     store_halves(v + (t * G + head - H - G) * D, lo, hi, is_v, D)
@@ -1195,21 +1204,22 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
         store_halves(k_pages + place * D, code_lo, code_hi, is_k, D)
         store_halves(v_pages + (place - G * PAGE) * D, code_lo, code_hi, is_v, D)
         if k_scales is not None:
-            tl.store(k_scales + place, scale.to(tl.bfloat16), mask=is_k)
-            tl.store(v_scales + place - G * PAGE, scale.to(tl.bfloat16), mask=is_v)
+            tl.store(k_scales + place, scale, mask=is_k)
+            tl.store(v_scales + place - G * PAGE, scale, mask=is_v)
 
 
 @jit(do_not_specialize=["T"])
 def qk_norm_rope_backward_kernel(dq, dk, dv, qkv, q_weight, k_weight, table, positions, dqkv, partial, T, eps,
                                  H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
                                  TOKENS: tl.constexpr):
-    """One program: TOKENS tokens one after the other. partial (programs, 2, D): its sums for the two norm
-    weights."""
-    head, i = tl.arange(0, HEADS)[:, None], tl.arange(0, D // 2)[None, :]
+    """One program: HEADS heads of TOKENS tokens, one after the other. partial (programs, 2, D): its sums for
+    the two norm weights."""
+    tiles: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
+    head, i = (tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, D // 2)[None, :]
     used, is_q, turned = head < H + 2 * G, head < H, head < H + G
     sum_lo, sum_hi = tl.zeros((HEADS, D // 2), tl.float32), tl.zeros((HEADS, D // 2), tl.float32)
-    t = tl.program_id(0).to(tl.int64) * TOKENS
-    for _ in range(tl.minimum(TOKENS, T - tl.program_id(0) * TOKENS)):
+    t = (tl.program_id(0) // tiles).to(tl.int64) * TOKENS
+    for _ in range(tl.minimum(TOKENS, T - t)):
         at = dq + t * H * D + head * D + i
         a = tl.load(at, mask=is_q, other=0).to(tl.float32)
         b = tl.load(at + D // 2, mask=is_q, other=0).to(tl.float32)
@@ -1248,10 +1258,12 @@ def pages_and_scales(cache):
     return cache if len(cache) == 4 else (*cache, None, None)
 
 
-def head_tile(H, G, D):
-    """(heads padded to a power of two, warps of the kernels above): functions of the widths alone."""
-    heads = triton.next_power_of_2(H + 2 * G)
-    return heads, min(8, max(1, heads * D // 1024))
+HEADS = 16                   # of a program of the kernels above
+
+
+def head_tiles(H, G, D):
+    """(programs a token, warps of a program): functions of the widths alone."""
+    return fp8.cdiv(H + 2 * G, HEADS), max(1, HEADS * D // 256)
 
 
 def qk_norm_rope_forward(qkv, q_weight, k_weight, eps, table, positions, H, G, fp8_kv, cache, slots):
@@ -1264,22 +1276,22 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, eps, table, positions, H, G, f
     cached = int(cache is not None)
     if not cached:  # the same types, so that the same binary runs
         cache, slots = empty_cache(0, G, D, fp8_kv, k.dtype, k.device), positions.new_empty(0).long()
-    heads, warps = head_tile(H, G, D)
+    tiles, warps = head_tiles(H, G, D)
     if T:
-        launch(qk_norm_rope_kernel, T, qkv.contiguous(), q_weight, k_weight, table, positions, q, k, v,
-               *pages_and_scales(cache), slots, cached, eps, H, G, D, heads, PAGE, num_warps=warps)
+        launch(qk_norm_rope_kernel, T * tiles, qkv.contiguous(), q_weight, k_weight, table, positions, q, k, v,
+               *pages_and_scales(cache), slots, cached, eps, H, G, D, HEADS, PAGE, num_warps=warps)
     return q, k, v
 
 
 def qk_norm_rope_backward(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
     if not use_kernels(qkv):
         return qk_norm_rope_backward_reference(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions)
-    (T, H, D), G, tokens = dq.shape, dk.shape[1], 8
-    dqkv, partial = torch.empty_like(qkv), torch.empty(triton.cdiv(T, tokens), 2, D, device=qkv.device)
-    heads, warps = head_tile(H, G, D)
+    (T, H, D), G, tokens = dq.shape, dk.shape[1], 16
+    tiles, warps = head_tiles(H, G, D)
+    dqkv, partial = torch.empty_like(qkv), torch.empty(fp8.cdiv(T, tokens) * tiles, 2, D, device=qkv.device)
     if T:
         launch(qk_norm_rope_backward_kernel, len(partial), dq.contiguous(), dk.contiguous(), dv.contiguous(),
-               qkv.contiguous(), q_weight, k_weight, table, positions, dqkv, partial, T, eps, H, G, D, heads,
+               qkv.contiguous(), q_weight, k_weight, table, positions, dqkv, partial, T, eps, H, G, D, HEADS,
                tokens, num_warps=warps)
     return dqkv, *(partial.sum(0) if q_weight is not None else (None, None))
 
@@ -1330,18 +1342,20 @@ def attend_tiles_reference(q, positions, cache, page_table, lengths):
     q (N,H,R,D), row r of tile n at positions[n, r]; keys and values of tile n: page_table[n] in the pages of
     `cache`, of which lengths[n] are valid. Every product has the same shape whatever N is, and a step
     that is masked for a row leaves it as it was (factor exp(0) = 1, terms 0): so a row's bits depend on its
-    own keys only. -> (N,H,R,D) FP32. """
+    own keys only. Every SPLIT keys a new softmax starts, merged in order: decode computes them side by side.
+    -> (N,H,R,D) FP32. """
     (N, H, R, D), G, dtype = q.shape, cache[0].shape[1], q.dtype
     S = H // G * R  # rows of a product: a group's heads, stacked
-    top = torch.full((N, G, S, 1), -torch.inf)
-    total, out = torch.zeros(N, G, S, 1), torch.zeros(N, G, S, D)
+    fresh = lambda: (torch.full((N, G, S, 1), -torch.inf), torch.zeros(N, G, S, 1), torch.zeros(N, G, S, D))
+    (top, total, out), whole = fresh(), fresh()
     q, last = q.float().reshape(N, G, S, D).contiguous(), torch.minimum(positions.amax(1), lengths - 1)
     positions = positions.repeat(1, H // G)[:, None, :, None]             # (N, 1, S, 1)
     for j in range(int(last.max()) // PAGE + 1 if N else 0):
+        if j and j * PAGE % SPLIT == 0:
+            whole, (top, total, out) = merge_reference(whole, (top, total, out)), fresh()
         n = (last // PAGE >= j).nonzero()[:, 0]                           # tiles that still have keys
         key = torch.arange(j * PAGE, (j + 1) * PAGE)
         valid = (key < lengths[n, None])[:, None]                         # (n, 1, PAGE)
-        # Unused places of a page hold anything, NaN included, and 0 * NaN would reach the sum: load zeros.
         k, v = (torch.where(valid[..., None], x, 0).view(-1, PAGE, D)
                 for x in read_pages_reference(cache, page_table[n, j].long()))
         scores = torch.bmm(q[n].view(-1, S, D), k.mT).view(-1, G, S, PAGE) * D ** -0.5
@@ -1351,7 +1365,16 @@ def attend_tiles_reference(q, positions, cache, page_table, lengths):
         total[n] = total[n] * fade + p.sum(-1, keepdim=True)
         product = torch.bmm(p.to(dtype).float().view(-1, S, PAGE), v).view(-1, G, S, D)
         out[n], top[n] = out[n] * fade + product, new_top
+    _, total, out = merge_reference(whole, (top, total, out))
     return (out / total.clamp(min=1e-30)).view(N, H, R, D)                # length 0: no key, zeros
+
+
+def merge_reference(whole, part):
+    """Two softmaxes over different keys, each (maximum, sum, sum times v), as one. An empty one changes no
+    bit."""
+    top = torch.maximum(whole[0], part[0])
+    old, new = ((x[0] - top).exp().nan_to_num(1.0) for x in (whole, part))         # -inf - -inf: both empty
+    return top, whole[1] * old + part[1] * new, whole[2] * old + part[2] * new
 
 
 def attention_reference(q, k, v, packing):
@@ -1409,13 +1432,26 @@ def attention_backward_reference(do, q, k, v, packing):
 
 
 @jit
-def softmax_step(scores, seen, v, top, total, acc, SCALE: tl.constexpr):
-    """One page of keys: scores (rows, PAGE) FP32, unscaled. The trainer's tile and the decode tile both
-    call this.
+def load_tile(tiles, i):
+    """Row i of Packing.tiles."""
+    at = tiles + i * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@jit
+def no_keys(ROWS: tl.constexpr, D: tl.constexpr):
+    """Where a softmax starts, in the units of softmax_step: top, total, acc."""
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, D), tl.float32)
+
+
+@jit
+def softmax_step(scores, v, top, total, acc, SCALE: tl.constexpr):
+    """One page of keys: scores (rows, PAGE) FP32, unscaled, -inf where masked. The trainer's tile and the
+    decode tile both call this.
 
     In units of log2: top is the running maximum, total the sum of 2^(score - top), acc (rows, D) that sum
     times v. """
-    scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) * SCALE)
     p = tl.exp2(tl.fma(scores, SCALE, -new_top[:, None]))
     fade = tl.exp2(top - new_top)  # exactly 1 where the page changed nothing, 0 at the first page
@@ -1424,83 +1460,134 @@ def softmax_step(scores, seen, v, top, total, acc, SCALE: tl.constexpr):
     return new_top, total, acc
 
 
-@jit(do_not_specialize=["T"])
-def attention_kernel(
-    q_ptr, k_ptr, v_ptr, tile_ptr, o_ptr, lse_ptr,          # pointers
-    T,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """One program: ROWS queries of one sequence and head. lse (H,T) = log2 of the softmax denominator, for
-    backward.
+@jit
+def merge(top, total, acc, part_top, part_total, part_acc):
+    """Two softmaxes over different keys as one: top, total (rows,), acc (rows, D), as in softmax_step."""
+    new_top = tl.maximum(top, part_top)
+    old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+    return (new_top, tl.fma(total, old, part_total * new),
+            tl.fma(acc, old[:, None], part_acc * new[:, None]))
 
-    Heads are fastest in the grid: those that share keys run side by side and find them in the L2 cache.
+
+@jit(do_not_specialize=["R"])
+def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                     SCALE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr):
+    """One program: ROWS queries of one sequence and head. k_tiles, v_tiles: (T, G*D), read by TMA in tiles of
+    PAGE keys. lse (H, R) = log2 of the softmax denominator, for backward; its sequences are padded with +inf.
+
+    The last page of a sequence may hold rows of the next one: keys that come later than every query, so they
+    are masked as such. Heads are fastest in the grid: those that share keys run side by side and find them in
+    the L2 cache.
     """
     tile, h = tl.program_id(0) // H, tl.program_id(0) % H
-    start = tl.load(tile_ptr + tile * 4).to(tl.int64)
-    first, length = tl.load(tile_ptr + tile * 4 + 1), tl.load(tile_ptr + tile * 4 + 2)
-    row, col, d = first + tl.arange(0, ROWS), tl.arange(0, PAGE), tl.arange(0, D)[None, :]
+    start, first, length, padded = load_tile(tiles, tile)
+    row = first + tl.arange(0, ROWS)
     inside = row < length
     # A 64-bit base and 32-bit places in the tile: a table of 64-bit pointers would cost the registers.
-    at = start * (H * D) + first * (H * D) + h * D
-    place = tl.arange(0, ROWS)[:, None] * (H * D) + d
-    kv_at, kv_place = start * (G * D) + (h // (H // G)) * D, col[:, None] * (G * D) + d
-    q = tl.load(q_ptr + at + place, mask=inside[:, None], other=0)
-    top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, D), tl.float32)
-    for begin in range(0, tl.minimum(first + ROWS, length), PAGE):
-        key = begin + col
-        valid = key < length
-        k = tl.load(k_ptr + kv_at + kv_place, mask=valid[:, None], other=0)
-        v = tl.load(v_ptr + kv_at + kv_place, mask=valid[:, None], other=0)
-        kv_at += PAGE * G * D
-        # Masked even where all keys are seen: one code for all pages, so one order for all rows.
-        seen = (key[None, :] <= row[:, None]) & valid[None, :]
-        top, total, acc = softmax_step(tl.dot(q, tl.trans(k)), seen, v, top, total, acc, SCALE)
+    at = (start + first).to(tl.int64) * (H * D) + h * D
+    place = tl.arange(0, ROWS)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+    query = tl.load(q + at + place, mask=inside[:, None], other=0)
+    end = tl.minimum(first + ROWS, length)
+    top, total, acc = no_keys(ROWS, D)
+    for chunk in range(0, end, SPLIT):
+        part_top, part_total, part_acc = no_keys(ROWS, D)
+        for begin in range(chunk, tl.minimum(chunk + SPLIT, end), PAGE):
+            k = k_tiles.load([start + begin, h // (H // G) * D])
+            v = v_tiles.load([start + begin, h // (H // G) * D])
+            scores = tl.dot(query, tl.trans(k))
+            if begin + PAGE > first + 1:  # elsewhere all keys are seen, and not to look leaves the same bits
+                key = begin + tl.arange(0, PAGE)
+                scores = tl.where(key[None, :] <= row[:, None], scores, float("-inf"))
+            part_top, part_total, part_acc = softmax_step(scores, v, part_top, part_total, part_acc, SCALE)
+        top, total, acc = merge(top, total, acc, part_top, part_total, part_acc)
     acc = acc * tl.div_rn(1.0, total)[:, None]
-    tl.store(o_ptr + at + place, acc.to(o_ptr.dtype.element_ty), mask=inside[:, None])
-    tl.store(lse_ptr + h.to(tl.int64) * T + start + row, top + tl.log2(total), mask=inside)
+    tl.store(o + at + place, acc.to(o.dtype.element_ty), mask=inside[:, None])
+    tl.store(lse + h.to(tl.int64) * R + padded + row, tl.where(inside, top + tl.log2(total), float("inf")))
+
+
+@jit
+def dequantize(codes, scale, dtype: tl.constexpr, INTERPRET: tl.constexpr):
+    """E4M3 codes (keys, D), as bytes, times the scale of each key: exact, a power of two times 4 bits.
+
+    The cast to FP8's neighbour BF16 takes about five instructions a pair. Cheaper: a byte's exponent and
+    mantissa moved 4 bits down, under the sign, are a BF16 number too small by 2^120. `is_pure=False` keeps
+    Triton from moving this below the copy to shared memory, where it would permute the keys of a product.
+    """
+    if INTERPRET:
+        return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]).to(dtype)
+    small = tl.inline_asm_elementwise("""{
+        .reg .b32 sign, high, low;
+        and.b32 sign, $2, 0x80808080;
+        shr.u32 high, $2, 4;
+        and.b32 high, high, 0x07070707;
+        or.b32 high, high, sign;
+        shl.b32 low, $2, 4;
+        and.b32 low, low, 0xf0f0f0f0;
+        prmt.b32 $0, low, high, 0x5140;
+        prmt.b32 $1, low, high, 0x7362; }""", "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4)
+    return small * (scale * 1.329227995784916e36).to(tl.bfloat16)[:, None]
 
 
 @jit(do_not_specialize=["max_pages"])
-def paged_attention_kernel(q, k_pages, v_pages, k_scales, v_scales, table, lengths, o, max_pages,
-                           H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
-                           PAGE: tl.constexpr, ROWS: tl.constexpr):
-    """One program: the newest query of one sequence, all heads of one group, padded to ROWS: 16 rows for
-    each warp.
+def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengths, o, tops, totals,
+                           max_pages, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
+                           PAGE: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
+                           INTERPRET: tl.constexpr):
+    """One program: the newest query of one sequence, all heads of one group, padded to 16 rows, over SPLIT of
+    its keys. With one part it writes o (B, H, D), else its share of the sums, for the kernel below.
 
     A softmax row must be summed within one warp, as in the trainer's tile: 16 rows over 2 or 4 warps, or 32
     over 4, give other bits (1 ulp). The number of pages comes from the device: a CUDA graph serves every
-    length. """
-    g, b = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64)
-    length = tl.load(lengths + b)
-    i, place, d = tl.arange(0, ROWS), tl.arange(0, PAGE), tl.arange(0, D)[None, :]
-    used = (i < H // G)[:, None]
-    at = b * H * D + (g * (H // G) + i)[:, None] * D + d
-    query = tl.load(q + at, mask=used, other=0)
-    top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, D), tl.float32)
-    for begin in range(0, length, PAGE):
-        page = tl.load(table + b * max_pages + begin // PAGE).to(tl.int64)
-        valid, at_page = begin + place < length, (page * G + g) * PAGE
-        # Unused places hold anything, NaN included, and 0 * NaN would reach the sum: load zeros.
-        k = tl.load(k_pages + at_page * D + place[:, None] * D + d, mask=valid[:, None], other=0)
-        v = tl.load(v_pages + at_page * D + place[:, None] * D + d, mask=valid[:, None], other=0)
-        if k_scales is not None:  # the pages arrive as bytes: a masked load has no 0 in FP8
-            k_scale = tl.load(k_scales + at_page + place, mask=valid, other=0).to(tl.float32)
-            v_scale = tl.load(v_scales + at_page + place, mask=valid, other=0).to(tl.float32)
-            # Exact: a power of two times a code is a BF16 number.
-            k = (k.to(tl.float8e4nv, bitcast=True).to(tl.float32) * k_scale[:, None]).to(query.dtype)
-            v = (v.to(tl.float8e4nv, bitcast=True).to(tl.float32) * v_scale[:, None]).to(query.dtype)
-        top, total, acc = softmax_step(tl.dot(query, tl.trans(k)), valid[None, :], v, top, total, acc, SCALE)
-    total = tl.where(length > 0, total, 1.0)                              # an idle slot: zeros, not 0/0
-    acc = acc * tl.div_rn(1.0, total)[:, None]
-    tl.store(o + at, acc.to(o.dtype.element_ty), mask=used)
+    length. Unused places of a page must be finite: they count 0 times.
+    """
+    g, part = tl.program_id(0) % G, tl.program_id(0) // G % PARTS
+    b = (tl.program_id(0) // (G * PARTS)).to(tl.int64)
+    length, i, place = tl.load(lengths + b), tl.arange(0, 16), tl.arange(0, PAGE)
+    if part * SPLIT >= tl.maximum(length, 1):
+        return
+    used, row, d = i < H // G, b * H + g * (H // G) + i, tl.arange(0, D)[None, :]
+    query = tl.load(q + row[:, None] * D + d, mask=used[:, None], other=0)
+    top, total, acc = no_keys(16, D)
+    for begin in range(part * SPLIT, tl.minimum(length, part * SPLIT + SPLIT), PAGE):
+        at = (tl.load(table + b * max_pages + begin // PAGE) * G + g) * PAGE
+        valid = begin + place < length
+        k, v = k_tiles.load([at, 0]), v_tiles.load([at, 0])
+        if k_scales is not None:
+            k = dequantize(k, tl.load(k_scales + at + place, mask=valid, other=0), query.dtype, INTERPRET)
+        scores = tl.dot(query, tl.trans(k))
+        if begin + PAGE > length:
+            scores = tl.where(valid[None, :], scores, float("-inf"))
+        if k_scales is not None:
+            v = dequantize(v, tl.load(v_scales + at + place, mask=valid, other=0), query.dtype, INTERPRET)
+        top, total, acc = softmax_step(scores, v, top, total, acc, SCALE)
+    if PARTS == 1:
+        acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]    # an idle slot: 0, not 0/0
+        tl.store(o + row[:, None] * D + d, acc.to(o.dtype.element_ty), mask=used[:, None])
+    else:
+        row = row * PARTS + part
+        tl.store(o + row[:, None] * D + d, acc, mask=used[:, None])
+        tl.store(tops + row, top, mask=used)
+        tl.store(totals + row, total, mask=used)
+
+
+@jit
+def paged_merge_kernel(accs, tops, totals, lengths, o, H: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
+                       PARTS: tl.constexpr):
+    """One program: one head of one sequence, whose parts it merges in order, as the trainer does."""
+    row, one, d = tl.program_id(0).to(tl.int64), tl.arange(0, 1), tl.arange(0, D)[None, :]
+    length = tl.load(lengths + row // H)
+    top, total, acc = no_keys(1, D)
+    for part in range(tl.cdiv(length, SPLIT)):
+        at = row * PARTS + part + one
+        part_acc = tl.load(accs + at[:, None] * D + d)
+        top, total, acc = merge(top, total, acc, tl.load(tops + at), tl.load(totals + at), part_acc)
+    acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]
+    tl.store(o + row * D + d, acc.to(o.dtype.element_ty))
 
 
 def check_head_size(D):
-    if D not in (16, 32, 64, 128, 256):
-        raise ValueError(f"head_dim {D}: the GPU kernels take 16, 32, 64, 128 or 256; use a CPU for others")
+    if D not in (16, 32, 64, 128):
+        raise ValueError(f"head_dim {D}: the GPU kernels take 16, 32, 64 or 128; use a CPU for others")
 
 
 def check_bf16(x, what):
@@ -1508,128 +1595,108 @@ def check_bf16(x, what):
         raise ValueError(f"{what} is {x.dtype}: the GPU kernels take torch.bfloat16; use a CPU for others")
 
 
+def tiles_of(x, rows):
+    """x (T, heads, D) for TMA, which reads (rows, D) tiles of one head; what lies beyond T reads as zeros."""
+    T, heads, D = x.shape
+    return TensorDescriptor.from_tensor(x.view(T, heads * D), [rows, D])
+
+
 def attention_forward(q, k, v, packing):
-    """-> o (T,H,D), lse (H,T). Measured to give equal bits: 128 rows x 8 warps, 64 x 4, and 16 x 1
-    (decode)."""
+    """-> o (T, H, D), and lse (H, R) on a GPU. Measured to give equal bits: 64 rows x 4 warps, 128 x 8 or 4,
+    16 x 1 (decode)."""
     if not use_kernels(q):
         return attention_reference(q, k, v, packing), None
-    (T, H, D), G, rows = q.shape, k.shape[1], packing.rows
+    (_, H, D), G, rows = q.shape, k.shape[1], packing.rows
     check_head_size(D), check_bf16(q, "attention's q")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    o, lse = torch.empty_like(q), torch.empty(H, T, device=q.device)
-    attention_kernel[(len(packing.tiles) * H,)](
-        q, k, v, packing.tiles, o, lse, T, H, G, D, D ** -0.5 * LOG2E, PAGE, rows,
-        num_warps=rows // 16, num_stages=2 if D > 128 else 3, enable_fp_fusion=False)
+    o, lse = torch.empty_like(q), torch.empty(H, len(packing.tiles) * rows, device=q.device)
+    launch(attention_kernel, len(packing.tiles) * H, q, tiles_of(k, PAGE), tiles_of(v, PAGE), packing.tiles,
+           o, lse, lse.shape[1], H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT, rows, num_warps=rows // 16,
+           num_stages=3)
     return o, lse
 
 
-@jit(do_not_specialize=["T"])
-def attention_delta_kernel(
-    do_ptr, o_ptr, delta_ptr, T, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-):
-    """delta (H,T) = sum over D of do * o: what the softmax's gradient subtracts. One program: ROWS tokens
-    of a head."""
-    t, h = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    at, mask = t[:, None] * (H * D) + h * D + tl.arange(0, D)[None, :], (t < T)[:, None]
-    do, o = tl.load(do_ptr + at, mask=mask, other=0), tl.load(o_ptr + at, mask=mask, other=0)
-    tl.store(delta_ptr + h.to(tl.int64) * T + t, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1), mask=t < T)
-
-
-@jit(do_not_specialize=["T"])
-def attention_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tile_ptr, dk_ptr, dv_ptr,      # pointers
-    T,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DK_SCALE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr,
-):
-    """One program: KEYS keys of one group. It walks the group's heads and their queries, STEP at a time, in
-    ascending order, and alone writes dk and dv: no atomics, one order. Everything is held transposed,
-    (keys, queries)."""
-    g, sub = tl.program_id(0) % G, tl.program_id(0) // G % (ROWS // KEYS)
-    tile_at = tile_ptr + tl.program_id(0) // (G * (ROWS // KEYS)) * 4
-    start = tl.load(tile_at).to(tl.int64)
-    first, length = tl.load(tile_at + 1), tl.load(tile_at + 2)
-    # Early keys are seen by the most queries: mirror the table, whose longest query tiles come first.
-    first = tl.cdiv(length, ROWS) * ROWS - ROWS - first + sub * KEYS
-    key, d = first + tl.arange(0, KEYS), tl.arange(0, D)[None, :]
-    kv_at, valid = (start + key)[:, None] * (G * D) + g * D + d, (key < length)[:, None]
-    query = tl.arange(0, STEP)
-    place = query[:, None] * (H * D) + d
-    k = tl.load(k_ptr + kv_at, mask=valid, other=0)
-    v = tl.load(v_ptr + kv_at, mask=valid, other=0)
-    dk, dv = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)
-    begin, h = first // STEP * STEP, g * (H // G)
-    for _ in range(tl.maximum(tl.cdiv(length - begin, STEP), 0) * (H // G)):
-        row = begin + query
-        inside = row < length
-        at = (start + begin) * (H * D) + h * D
-        q = tl.load(q_ptr + at + place, mask=inside[:, None], other=0)
-        do = tl.load(do_ptr + at + place, mask=inside[:, None], other=0)
-        lse = tl.load(lse_ptr + h.to(tl.int64) * T + start + row, mask=inside, other=float("inf"))
-        delta = tl.load(delta_ptr + h.to(tl.int64) * T + start + row, mask=inside, other=0)
-        p = tl.exp2(tl.fma(tl.dot(k, tl.trans(q)), SCALE, -lse[None, :]))
-        p = tl.where(key[:, None] <= row[None, :], p, 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv)
-        ds = p * (tl.dot(v, tl.trans(do)) - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk)
-        begin += STEP
-        h += (begin >= length).to(tl.int32)                               # the next head starts over
-        begin = tl.where(begin >= length, first // STEP * STEP, begin)
-    tl.store(dk_ptr + kv_at, (dk * DK_SCALE).to(dk_ptr.dtype.element_ty), mask=valid)
-    tl.store(dv_ptr + kv_at, dv.to(dv_ptr.dtype.element_ty), mask=valid)
-
-
-@jit(do_not_specialize=["T"])
-def attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, tile_ptr, dq_ptr,              # pointers
-    T,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DQ_SCALE: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr,
-):
-    """One program: ROWS queries of one head, over their keys in ascending order: the forward pass's walk
-    again."""
-    h, tile_at = tl.program_id(0) % H, tile_ptr + tl.program_id(0) // H * 4
-    start = tl.load(tile_at).to(tl.int64)
-    first, length = tl.load(tile_at + 1), tl.load(tile_at + 2)
-    row, d = first + tl.arange(0, ROWS), tl.arange(0, D)[None, :]
+@jit(do_not_specialize=["R"])
+def attention_dq_kernel(q, k_tiles, v_tiles, o, do, lse, delta, tiles, dq, R, H: tl.constexpr,
+                        G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DQ_SCALE: tl.constexpr,
+                        ROWS: tl.constexpr):
+    """One program: ROWS queries of one head, over their keys, ROWS at a time: the forward pass's walk again.
+    On the way, delta (H, R) = sum over D of do * o: what the softmax's gradient subtracts."""
+    tile, h = tl.program_id(0) // H, tl.program_id(0) % H
+    start, first, length, padded = load_tile(tiles, tile)
+    row = first + tl.arange(0, ROWS)
     inside = row < length
-    at = (start + row)[:, None] * (H * D) + h * D + d
-    q = tl.load(q_ptr + at, mask=inside[:, None], other=0)
-    do = tl.load(do_ptr + at, mask=inside[:, None], other=0)
-    lse = tl.load(lse_ptr + h.to(tl.int64) * T + start + row, mask=inside, other=float("inf"))
-    delta = tl.load(delta_ptr + h.to(tl.int64) * T + start + row, mask=inside, other=0)
-    dq, place = tl.zeros((ROWS, D), tl.float32), tl.arange(0, STEP)[:, None] * (G * D) + d
-    for begin in range(0, tl.minimum(first + ROWS, length), STEP):
-        key = begin + tl.arange(0, STEP)
-        kv_at, valid = (start + begin) * (G * D) + (h // (H // G)) * D, (key < length)[:, None]
-        k = tl.load(k_ptr + kv_at + place, mask=valid, other=0)
-        v = tl.load(v_ptr + kv_at + place, mask=valid, other=0)
-        p = tl.exp2(tl.fma(tl.dot(q, tl.trans(k)), SCALE, -lse[:, None]))
-        p = tl.where(key[None, :] <= row[:, None], p, 0.0)
-        ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq)
-    tl.store(dq_ptr + at, (dq * DQ_SCALE).to(dq_ptr.dtype.element_ty), mask=inside[:, None])
+    at = (start + first).to(tl.int64) * (H * D) + h * D
+    place = tl.arange(0, ROWS)[:, None] * (H * D) + tl.arange(0, D)[None, :]
+    query = tl.load(q + at + place, mask=inside[:, None], other=0)
+    grad = tl.load(do + at + place, mask=inside[:, None], other=0)
+    out = tl.load(o + at + place, mask=inside[:, None], other=0)
+    row_delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(delta + h.to(tl.int64) * R + padded + row, row_delta)
+    row_lse = tl.load(lse + h.to(tl.int64) * R + padded + row)
+    acc = tl.zeros((ROWS, D), tl.float32)
+    for begin in range(0, first + 1, ROWS):
+        k = k_tiles.load([start + begin, h // (H // G) * D])
+        v = v_tiles.load([start + begin, h // (H // G) * D])
+        p = tl.exp2(tl.fma(tl.dot(query, tl.trans(k)), SCALE, -row_lse[:, None]))
+        if begin == first:
+            p = tl.where((begin + tl.arange(0, ROWS))[None, :] <= row[:, None], p, 0.0)
+        ds = p * (tl.dot(grad, tl.trans(v)) - row_delta[:, None])
+        acc = tl.dot(ds.to(k.dtype), k, acc)
+    tl.store(dq + at + place, (acc * DQ_SCALE).to(dq.dtype.element_ty), mask=inside[:, None])
+
+
+@jit(do_not_specialize=["R"])
+def attention_dkv_kernel(q_tiles, k_tiles, v_tiles, do_tiles, lse, delta, tiles, dk, dv, R, H: tl.constexpr,
+                         G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DK_SCALE: tl.constexpr,
+                         ROWS: tl.constexpr):
+    """One program: ROWS keys of one group. It walks the group's heads and their queries, ROWS at a time, in
+    ascending order, and alone writes dk and dv: no atomics, one order. Everything is held transposed,
+    (keys, queries). lse, delta: (H * R,), by TMA; +inf makes p = 0 where a sequence is padded."""
+    g, tile = tl.program_id(0) % G, tl.program_id(0) // G
+    start, first, length, padded = load_tile(tiles, tile)
+    # Early keys are seen by the most queries: mirror the table, whose longest query tiles come first.
+    first = tl.cdiv(length, ROWS) * ROWS - ROWS - first
+    k = k_tiles.load([start + first, g * D])
+    v = v_tiles.load([start + first, g * D])
+    i = tl.arange(0, ROWS)
+    dk_acc, dv_acc = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS, D), tl.float32)
+    begin, h = first, g * (H // G)
+    for _ in range(tl.cdiv(length - first, ROWS) * (H // G)):
+        q = q_tiles.load([start + begin, h * D])
+        do = do_tiles.load([start + begin, h * D])
+        row_lse = lse.load([h * R + padded + begin])
+        row_delta = delta.load([h * R + padded + begin])
+        p = tl.exp2(tl.fma(tl.dot(k, tl.trans(q)), SCALE, -row_lse[None, :]))
+        p = tl.where((i[:, None] <= i[None, :]) | (begin > first), p, 0.0)
+        dv_acc = tl.dot(p.to(do.dtype), do, dv_acc)
+        ds = p * (tl.dot(v, tl.trans(do)) - row_delta[None, :])
+        dk_acc = tl.dot(ds.to(q.dtype), q, dk_acc)
+        begin += ROWS
+        h += (begin >= length).to(tl.int32)                               # the next head starts over
+        begin = tl.where(begin >= length, first, begin)
+    at = (start + first + i).to(tl.int64)[:, None] * (G * D) + g * D + tl.arange(0, D)[None, :]
+    valid = (first + i < length)[:, None]
+    tl.store(dk + at, (dk_acc * DK_SCALE).to(dk.dtype.element_ty), mask=valid)
+    tl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=valid)
 
 
 def attention_backward(do, q, k, v, o, lse, packing):
     if not use_kernels(q):
         return attention_backward_reference(do, q, k, v, packing)
-    (T, H, D), G, rows, n = q.shape, k.shape[1], packing.rows, len(packing.tiles)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    delta = torch.empty_like(lse)
-    attention_delta_kernel[(triton.cdiv(T, 64), H)](do, o, delta, T, H, D, 64, num_warps=4,
-                                                     enable_fp_fusion=False)
+    (_, H, D), G, rows, tiles = q.shape, k.shape[1], packing.rows, packing.tiles
+    q, k, v, delta = q.contiguous(), k.contiguous(), v.contiguous(), torch.empty_like(lse)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    # Sizes that spill nothing on sm_90 (compiled offline): two (keys, D) sums stay in registers beside k
-    # and v.
-    keys, step = min(rows, 64 if D > 128 else 128), min(rows, 32 if D > 64 else 64)
-    warps = 8 if rows > 64 else 1
-    attention_dkv_kernel[(n * (rows // keys) * G,)](
-        q, k, v, do, lse, delta, packing.tiles, dk, dv, T, H, G, D, D ** -0.5 * LOG2E, D ** -0.5, rows, keys,
-        step, num_warps=warps, num_stages=2, enable_fp_fusion=False)
-    attention_dq_kernel[(n * H,)](
-        q, k, v, do, lse, delta, packing.tiles, dq, T, H, G, D, D ** -0.5 * LOG2E, D ** -0.5, rows,
-        32 if D > 128 else 64, num_warps=warps, num_stages=2, enable_fp_fusion=False)
+    scales = D ** -0.5 * LOG2E, D ** -0.5
+    # Two programs fit on a multiprocessor, and fill each other's gaps. At head size 128 the sums of keys and
+    # values and two products take all 255 registers of a thread: a few numbers of the bookkeeping spill.
+    options = dict(num_warps=rows // 16, num_stages=2 if D > 64 else 3)
+    k_tiles, v_tiles = tiles_of(k, rows), tiles_of(v, rows)
+    launch(attention_dq_kernel, len(tiles) * H, q, k_tiles, v_tiles, o, do, lse, delta, tiles, dq,
+           lse.shape[1], H, G, D, *scales, rows, **options)
+    launch(attention_dkv_kernel, len(tiles) * G, tiles_of(q, rows), k_tiles, v_tiles, tiles_of(do, rows),
+           *(TensorDescriptor.from_tensor(x.view(-1), [rows]) for x in (lse, delta)), tiles, dk, dv,
+           lse.shape[1], H, G, D, *scales, rows, **options)
     return dq, dk, dv
 
 
@@ -1667,15 +1734,21 @@ def paged_attention(q, cache, page_table, lengths):
     check_head_size(D), check_bf16(q, "paged_attention's q")
     if H // G > 16:
         raise ValueError(f"{H} query heads over {G} key heads: a decode tile holds at most 16 heads a group")
-    o = torch.empty_like(q)
     k_pages, v_pages, k_scales, v_scales = pages_and_scales(cache)
     if k_scales is not None:
         k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
-    rows = 64 if D > 64 else 16  # either gives the trainer's bits; 16 rows in one warp spill at head size 128
+    tiles = [TensorDescriptor.from_tensor(x.view(-1, D), [PAGE, D]) for x in (k_pages, v_pages)]
+    o, parts = torch.empty_like(q), fp8.cdiv(page_table.shape[1] * PAGE, SPLIT)
+    accs, tops, totals = o, None, None
+    if parts > 1:
+        accs = torch.empty(B, H, parts, D, device=q.device)
+        tops, totals = torch.empty(2, B, H, parts, device=q.device)
     if B:
-        launch(paged_attention_kernel, B * G, q.contiguous(), k_pages, v_pages, k_scales, v_scales,
-               page_table, lengths, o, page_table.stride(0), H, G, D, D ** -0.5 * LOG2E, PAGE, rows,
-               num_warps=rows // 16, num_stages=2 if D > 128 else 3)
+        launch(paged_attention_kernel, B * parts * G, q.contiguous(), *tiles, k_scales, v_scales, page_table,
+               lengths, accs, tops, totals, page_table.stride(0), H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT,
+               parts, fp8.INTERPRET, num_warps=1, num_stages=3)
+        if parts > 1:
+            launch(paged_merge_kernel, B * H, accs, tops, totals, lengths, o, H, D, SPLIT, parts, num_warps=1)
     return o
 
 

@@ -94,7 +94,11 @@ class PagePool:
         self.reset()
 
     def reset(self):
-        """Forget all sequences. Every `generate` starts so: no cached prompt of older weights survives it."""
+        """Forget all sequences. Every `generate` starts so: no cached prompt of older weights survives it, and
+        no NaN, which masked attention would still multiply by 0."""
+        for cache in self.caches:
+            for pages in cache:
+                pages.zero_()
         self.references = [0] * (self.capacity + 1)
         self.free_pages = list(range(self.capacity, 0, -1))       # a stack, low numbers on top
 

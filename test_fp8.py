@@ -741,7 +741,7 @@ def test_kernel_many_rows():
 # ---- kernels of the model: against FP64, as references and as kernels --------------------------------------
 
 HEADS = by_mode([(4, 4, 16), (6, 2, 64), (7, 1, 24)], [(3, 1, 16), (2, 2, 32)],
-                [(4, 4, 64), (9, 3, 64), (7, 1, 128), (2, 1, 16), (4, 2, 32), (2, 1, 256)])
+                [(4, 4, 64), (9, 3, 64), (7, 1, 128), (2, 1, 16), (4, 2, 32)])
 
 
 def naive_attention(q, k, v, lengths):
@@ -763,9 +763,10 @@ def random_qkv(lengths, H, G, D, dtype, device="cpu"):
 
 @pytest.mark.parametrize("H,G,D", HEADS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernel_attention_against_fp64(H, G, D, dtype):
+def test_kernel_attention_against_fp64(H, G, D, dtype, monkeypatch):
     torch.manual_seed(0)
-    lengths = by_mode([5, 0, 130, 64, 65, 1], [66, 1], [5, 0, 700, 64, 129, 1])
+    lengths = by_mode([5, 0, 300, 64, 65, 1], [66, 1], [5, 0, 2300, 64, 129, 1])
+    monkeypatch.setattr(model, "SPLIT", by_mode(128, 64, model.SPLIT))
     q, k, v = (x.requires_grad_() for x in random_qkv(lengths, H, G, D, dtype, DEVICE))
     o = model.attention(q, k, v, model.pack(lengths, DEVICE))
     q2, k2, v2 = (x.detach().double().requires_grad_() for x in (q, k, v))
@@ -821,7 +822,7 @@ def test_fp8_kv_definition():
     x = (torch.randn(40, 3, 16) * torch.logspace(-30, 30, 40)[:, None, None]).bfloat16()
     x[0, 0], x[1, 0], x[2, 0, :2], x[3, 0, 0] = 0, -448 * 2.0 ** 20, torch.tensor([450.0, -226]), torch.inf
     codes, scales, values = model.quantize_heads_reference(x)
-    assert codes.dtype == fp8.E4M3 and scales.dtype == values.dtype == BF16
+    assert codes.dtype == fp8.E4M3 and scales.dtype == FP32 and values.dtype == BF16
     finite = torch.ones(40, 3, dtype=torch.bool)
     finite[3, 0] = False
     assert (scales[finite].double().log2() % 1 == 0).all() and not values[3, 0].isfinite().any()
@@ -1030,8 +1031,9 @@ class Recorder:
                 for key in ("REG", "STACK", "LOCAL")}
         found = sorted(set(re.findall(r"\b(QGMMA|HGMMA|HMMA|LDL|STL)", sass)))
         print("BUILT", self.name, read, *found, "shared", compiled.metadata.shared, flush=True)
-        # The noise of sampling runs once, after the products: 80 to 136 bytes a thread spill there.
-        if not (self.name == "_head_kernel" and read["STACK"] <= 160):
+        # The noise of sampling runs once, after the products: 80 to 136 bytes a thread spill there. The
+        # gradient of keys and values takes all registers: up to 24 bytes of the loop's bookkeeping spill.
+        if not read["STACK"] <= {"_head_kernel": 160, "attention_dkv_kernel": 32}.get(self.name, -1):
             assert not {"LDL", "STL"} & set(found) and not read["LOCAL"], f"{self.name} spills"
         if self.name in MATRIX_UNITS:
             assert MATRIX_UNITS[self.name] in found, f"{self.name} leaves the Hopper matrix units"
@@ -1089,16 +1091,14 @@ def build_model():
         q, k, v = (empty(305, n, D) for n in (H, G, G))
         o, lse = model.attention_forward(q, k, v, packing)
         model.attention_backward(o, q, k, v, o, lse, packing)
-        pages, codes, scales = empty(4, G, PAGE, D), empty(4, G, PAGE, D).to(fp8.E4M3), empty(4, G, PAGE)
-        for cache in ((pages, pages), (codes, codes, scales, scales)):
+        caches = [model.empty_cache(4, G, D, fp8_kv, BF16, "cpu") for fp8_kv in (False, True)]
+        for cache in caches:
             model.paged_attention(q[:2], cache, zeros(2, 3, dtype=torch.int32), packing.starts[1:])
         for w in (empty(D), None):
             args = empty(305, (H + 2 * G) * D), w, w, 1e-6, torch.empty(300, D), packing.positions
             model.qk_norm_rope_backward(q, k, v, *args)
-            for cache in (None, (pages, pages)):
-                model.qk_norm_rope_forward(*args, H, G, False, cache, zeros(305))
-            for cache in (None, (codes, codes, scales, scales)):
-                model.qk_norm_rope_forward(*args, H, G, True, cache, zeros(305))
+            for fp8_kv, cache in enumerate(caches):
+                model.qk_norm_rope_forward(*args, H, G, fp8_kv, cache, zeros(305))
     one, w = torch.ones(1), empty(151936, 4096)
     for n in (1, 17, 65):  # every tile
         hidden = empty(n, 4096)
@@ -1209,13 +1209,13 @@ def test_hopper_kernel_in_a_graph():
 
 
 def page_pool(values, lengths, seed=0):
-    """`values` (T, G, ...) on pages at random places, NaN wherever unused -> cache, table (B, max)."""
+    """`values` (T, G, ...) on pages at random places, huge numbers elsewhere -> cache, table (B, max)."""
     rng, device = random.Random(seed), values[0].device
     counts = [-(-n // model.PAGE) for n in lengths]
     pages = list(range(sum(counts) + 3))
     rng.shuffle(pages)
-    cache = [torch.full((len(pages), x.shape[1], PAGE, *x.shape[2:]), torch.nan).to(x.dtype).to(device)
-             for x in values]
+    cache = [torch.full((len(pages), x.shape[1], PAGE, *x.shape[2:]), 448.0 if x.dtype == fp8.E4M3 else 3e38)
+             .to(x.dtype).to(device) for x in values]
     table = torch.full((len(lengths), max(counts + [1]) + 1), pages.pop(), dtype=torch.int32)
     slots = []
     for b, n in enumerate(lengths):
@@ -1229,13 +1229,14 @@ def page_pool(values, lengths, seed=0):
 
 @pytest.mark.parametrize("H,G,D", by_mode(
     [(2, 2, 16), (6, 2, 64), (7, 1, 16)], [(3, 1, 16)],
-    [(4, 4, 64), (6, 2, 64), (7, 1, 128), (8, 2, 128), (2, 1, 16), (2, 1, 256)]))
+    [(4, 4, 64), (6, 2, 64), (7, 1, 128), (8, 2, 128), (2, 1, 16)]))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernel_attention_packed_alone_paged(H, G, D, dtype):
+def test_kernel_attention_packed_alone_paged(H, G, D, dtype, monkeypatch):
     """Packed in one order, in another, alone, and decoded over pages, BF16 or FP8: the same bits."""
     torch.manual_seed(1)
-    lengths = by_mode([3, 64, 129, 1, 0, 63, 200], [65, 0],
-                      [1, 2000, 64, 65, 0, 777, 130, 1024, 16, 127, 128, 129])
+    lengths = by_mode([3, 64, 129, 1, 0, 63, 300], [65, 0],
+                      [1, 5000, 64, 65, 0, 777, 130, 1024, 16, 127, 128, 129, 2048, 2049])
+    monkeypatch.setattr(model, "SPLIT", by_mode(128, 64, model.SPLIT))
     q, k, v = random_qkv(lengths, H, G, D, dtype, DEVICE)
     (k_codes, k_scale, k), (v_codes, v_scale, v) = map(model.quantize_heads_reference, (k, v))
     stored = (k, v), (k_codes, v_codes, k_scale, v_scale)
@@ -1347,7 +1348,9 @@ def test_same_bits_whatever_slots_order_pages(policy, alone, slots, pages):
     assert sampler.pool.free == sampler.pool.capacity
 
 
-def test_trainer_recomputes_the_same_bits(policy):
+@pytest.mark.parametrize("split", [model.SPLIT, PAGE])
+def test_trainer_recomputes_the_same_bits(policy, split, monkeypatch):
+    monkeypatch.setattr(model, "SPLIT", split)
     result = Sampler(policy, max_slots=5).generate(PROMPTS, 2, 20, temperature=0.7, seed=3)
     pairs = [(PROMPTS[i // 2], tokens) for i, tokens in enumerate(result.tokens)]
     for order in (pairs, pairs[::-1]):
