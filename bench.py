@@ -4,6 +4,8 @@ Everything that is claimed in numbers: exactness first, then the speed of each k
     python bench.py exact                       # sampler and trainer, bit by bit; exits with 1 if fp8 differs
     python bench.py gemm quant block optimizer  # products, quantizers, a whole layer, AdamW: random data
     python bench.py attention head              # the kernels that stay in BF16
+    python bench.py decode rollout              # steps of the sampler at real shapes, whole batches
+    python bench.py train step                  # updates at real shapes; rollout and update together
     python bench.py plot runs/a runs/b          # curves of training -> assets/runs.png (needs matplotlib)
 
 Each section prints a table; the last line on stdout is one JSON object, whose rows are merged into --out
@@ -23,6 +25,7 @@ import argparse
 import contextlib
 import difflib
 import functools
+import itertools
 import json
 import math
 import os
@@ -37,9 +40,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8
 import grpo
+import train
 from model import (PAGE, Config, Transformer, attention, empty_cache, pack, paged_attention, sample,
                    token_logprobs)
-from rollout import Parser, Sampler, explain
+from rollout import BUCKETS, Parser, Sampler, explain, pages_for
 from train import git_commit, score
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -272,6 +276,7 @@ EXACT_MODELS = {
 }
 # slots, completions, longest response, longest prompt. The first completion has the longest response.
 EXACT_BATCHES = [(1, 9, 1024, 700), (7, 21, 2048, 700), (64, 129, 4096, 700), (300, 450, 4096, 700)]
+EXACT_LONG = (16, 24, 16384, 700)        # for the last model alone: 16k tokens of response
 EXACT_QUICK = [(1, 3, 20, 70), (7, 12, 80, 70)]
 
 
@@ -282,7 +287,7 @@ def exact_model(name, precision, kv, device, seed):
     """
     family, hidden, width, H, G, D, tied = EXACT_MODELS[name]
     config = Config(vocab_size=2000, hidden_size=hidden, intermediate_size=width, num_hidden_layers=2,
-                    num_attention_heads=H, num_key_value_heads=G, head_dim=D, max_position_embeddings=5120,
+                    num_attention_heads=H, num_key_value_heads=G, head_dim=D, max_position_embeddings=17408,
                     model_type=family, rope_theta=1e4, tie_word_embeddings=tied)
     model = Transformer(config, precision, device, seed=None, kv=kv)
     generator = torch.Generator().manual_seed(seed)
@@ -381,13 +386,14 @@ def exact_case(table, name, model, batch):
 
 
 def exact(rows, quick):
-    """All models in fp8 at all batch sizes, the last also with FP8 KV; then one in the other precisions, for
-    contrast."""
+    """All models in fp8 at all batch sizes, the last also at length and with FP8 KV; then one in the other
+    precisions, for contrast."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table = Table("exact", rows, "precision", "kv", "tokens", "differing", "pages", "pages_differing",
                   "mean_dlogp", "max_dlogp", "longest", "preemptions", "seconds", key="model")
     batches, models = (EXACT_QUICK, list(EXACT_MODELS)[:2]) if quick else (EXACT_BATCHES, list(EXACT_MODELS))
-    runs = [(name, "fp8", "bf16", batches) for name in models] + [(models[-1], "fp8", "fp8", batches)]
+    runs = [(name, "fp8", "bf16", batches) for name in models[:-1]]
+    runs += [(models[-1], "fp8", kv, batches + [EXACT_LONG] * (not quick)) for kv in ("bf16", "fp8")]
     runs += [(models[0], precision, "bf16", batches[-2:-1]) for precision in ("fp8-rollout", "bf16")]
     for seed, (name, precision, kv, cases) in enumerate(runs):
         model = exact_model(name, precision, kv, device, seed if precision == "fp8" else 0)
@@ -849,6 +855,353 @@ def head(rows, quick):
         head_rows(table, 8192, C, 151936)
 
 
+# ---- decode: one step of the sampler -----------------------------------------------------------------------
+
+LAYERS = {"1.7B": 28, "4B": 36, "8B": 36}
+FLOWS = [("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "bf16"), ("fp8", "fp8")]     # precision of linears, of KV
+
+
+def random_model(size, precision, kv):
+    """A Qwen3 of real shapes with random weights, made on the GPU; the head is untied at 8B only."""
+    torch.cuda.empty_cache()
+    C, H, width = QWEN3[size]
+    config = Config(vocab_size=151936, hidden_size=C, intermediate_size=width, num_hidden_layers=LAYERS[size],
+                    num_attention_heads=H, num_key_value_heads=8, head_dim=128, max_position_embeddings=20480,
+                    model_type="qwen3", rope_theta=1e6, tie_word_embeddings=size != "8B", eos_token_id=[0])
+    model = Transformer(config, precision, "cuda", seed=None, kv=kv)
+    return model.load((name, randn(*w.shape) * 0.02 if len(w.shape) > 1 else torch.ones(w.shape))
+                      for name, w in model.weights().items())
+
+
+def step_bytes(sampler, B, context):
+    """What a decode step has to read: all weights but the embedding (unless it is the head) once, and KV."""
+    model = sampler.model
+    read = [w for w in model.weights().values() if w is model.head or w is not model.embedding]
+    return (sum(buffer.nbytes for w in read for buffer in w.buffers())
+            + B * context * sampler._page_bytes() // PAGE)
+
+
+def at_context(sampler, B, context):
+    """Sets the sampler's rows as if B sequences had come so far; their pages lie scattered in the pool."""
+    each, row = pages_for(context + 64), torch.arange(B, device="cuda")
+    sampler.table[:B, :each] = torch.randperm(B * each, device="cuda").int().view(B, each) + 1
+    at = context - 1                                                     # position of the current token
+    sampler.ids[:3, :B] = torch.stack([row, row, sampler.table[:B, at // PAGE].long() * PAGE + at % PAGE])
+    sampler.spans[:, :B] = torch.tensor([[at], [context], [1 << 30]], device="cuda")
+    sampler.ids[3] = 0
+
+
+def fill(pool):
+    for pages in sum(pool.caches, ()):
+        pages.copy_(randn(*pages.shape))
+
+
+def kernels_of(run):
+    """-> (number of kernels, sum of their times in us) of one call, by torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    spans = [e.time_range.elapsed_us() for e in profile.events()
+             if e.device_type == torch.autograd.DeviceType.CUDA]
+    return len(spans), sum(spans)
+
+
+def decode_cell(sampler, B, context):
+    """Median time of a step, in microseconds. A step moves the rows on by one token: 64 of them at most."""
+    graph, times = sampler._graph(B), []
+    at_context(sampler, B, context)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(9):
+        torch.cuda._sleep(100_000)                                       # the launch is no part of a step
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        sampler.ids[3] = 0
+        times.append(start.elapsed_time(end) * 1000)
+    return sorted(times)[len(times) // 2]
+
+
+def decode(rows, quick):
+    """Steps of the captured graph; `gap` is the share of the time in which no kernel runs."""
+    copy_rate()
+    table = Table("decode", rows, "precision", "kv", "us", "tok_per_s", "tb_per_s", "of_limit", "x_bf16",
+                  "kernels", "gap", key="model")
+    sizes, batches = (["1.7B"], (64,)) if quick else (LAYERS, (1, 16, 64, 256))
+    bf16 = {}
+    for size in sizes:
+        for precision, kv in FLOWS:
+            model = random_model(size, precision, kv)
+            sampler = Sampler(model)
+            width = pages_for(16384 + 64)
+            most = min(sampler._pages_in_memory(max(batches), width), 256 * width + 1)
+            sampler._build(max(batches), width, most)
+            fill(sampler.pool)
+            with torch.no_grad():
+                for B, context in itertools.product(batches, (1024,) if quick else (256, 1024, 4096, 16384)):
+                    if B * pages_for(context + 64) >= most:
+                        continue
+                    us = decode_cell(sampler, B, context)
+                    if (precision, kv) == FLOWS[0]:
+                        bf16[size, B, context] = us
+                    moved = step_bytes(sampler, B, context)
+                    kernels, busy = kernels_of(sampler._graph(B).replay) if context == 1024 else (None, None)
+                    table.add(f"{B} x {context}", size, precision=precision, kv=kv, us=us,
+                              tok_per_s=B / us * 1e6, tb_per_s=moved / us / 1e6,
+                              of_limit=limit_us(moved) / us, x_bf16=over(bf16.get((size, B, context)), us),
+                              kernels=kernels, gap=busy and 1 - busy / us)
+            del model, sampler
+
+
+# ---- rollout: whole batches of completions -----------------------------------------------------------------
+
+
+def rollout_request(prompts, n, longest):
+    """Prompts of 100 to 300 tokens, and long-tailed lengths: half of them below a tenth of the longest."""
+    rng = random.Random(0)
+    ids = [[rng.randrange(151936) for _ in range(rng.randint(100, 300))] for _ in range(prompts)]
+    return ids, [min(longest, 1 + int(longest / 10 * math.exp(rng.gauss(0, 1)))) for _ in range(prompts * n)]
+
+
+def timed_rollout(model, slots, prompts, n, limits):
+    """generate() with its graphs captured before: a training run captures them once."""
+    sampler = Sampler(model, max_slots=slots)
+    sampler.generate(prompts, n, limits, stop=range(model.config.vocab_size))       # each stops at once
+    for B in BUCKETS:
+        if B <= slots:
+            sampler._graph(B)
+    result = sampler.generate(prompts, n, limits, stop=[])
+    sampler.release()
+    return result
+
+
+def transformers_rate(prompts, new):
+    """Tokens/s of transformers' generate in BF16 at the 1.7B shape, or None where it is not installed."""
+    try:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+    except ImportError:
+        note("note: transformers is not installed: no x_transformers")
+        return None
+    C, H, width = QWEN3["1.7B"]
+    config = Qwen3Config(vocab_size=151936, hidden_size=C, intermediate_size=width, num_hidden_layers=28,
+                         num_attention_heads=H, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+                         eos_token_id=None, pad_token_id=0)
+    with torch.device("cuda"):
+        theirs = Qwen3ForCausalLM(config).bfloat16()
+    ids = torch.tensor(prompts, device="cuda")
+    run = lambda count: theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count,
+                                        min_new_tokens=count, do_sample=True, top_k=0)
+    run(4)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run(new)
+    torch.cuda.synchronize()
+    return len(prompts) * new / (time.perf_counter() - begin)
+
+
+def rollout_section(rows, quick):
+    """The sampling of a GRPO step, prefill and host included; then a batch that transformers can serve."""
+    table = Table("rollout", rows, "precision", "kv", "tok_per_s", "x_bf16", "x_transformers", "occupancy",
+                  "seconds", key="model")
+    longest = 256 if quick else 2048
+    prompts, limits = rollout_request(64, 8, longest)
+    for size in ["1.7B"] if quick else ["1.7B", "8B"]:
+        bf16 = None
+        for precision, kv in FLOWS:
+            model = random_model(size, precision, kv)
+            out = timed_rollout(model, 256, prompts, 8, limits)
+            bf16 = bf16 or out.tok_per_s
+            table.add(f"64 x 8 up to {longest}", size, precision=precision, kv=kv, tok_per_s=out.tok_per_s,
+                      x_bf16=out.tok_per_s / bf16, occupancy=out.occupancy, seconds=out.seconds,
+                      tokens=out.n_tokens, steps=out.steps)
+            if size == "1.7B":
+                square = [[i] * 128 for i in range(256)]
+                out = timed_rollout(model, 256, square, 1, [128] * 256)
+                theirs = transformers_rate(square, 128) if (precision, kv) == FLOWS[0] else theirs
+                table.add("256 x (128 + 128)", size, precision=precision, kv=kv, tok_per_s=out.tok_per_s,
+                          x_transformers=over(out.tok_per_s, theirs) if theirs else None,
+                          occupancy=out.occupancy, seconds=out.seconds)
+            del model
+
+
+# ---- train: forward, backward, optimizer; step: rollout and update -----------------------------------------
+
+BATCH = 4                                 # micro-batches of a batch: 1 update of all, or 4 of one each
+
+
+def trained_model(size, precision):
+    """-> flags, model and optimizer. On one H200 8B runs its layers again in the backward pass, and has
+    masters and moments in BF16."""
+    large = size == "8B"
+    cfg = train.Config(precision=precision, micro_tokens=16384, recompute=large,
+                       states="bf16" if large else "fp32")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = random_model(size, precision, "bf16")
+    model.recompute = cfg.recompute
+    return cfg, model, fp8.AdamW(model.weights(), (cfg.beta1, cfg.beta2), 1e-8, 0.0, decay=lambda name: False,
+                                 states=train.STATES[cfg.states])
+
+
+def random_pairs(count, length):
+    """(prompt, completion) pairs of `length` fed tokens each, of which all but the first are learned."""
+    return [([0], torch.randint(151936, (length,)).tolist()) for _ in range(count)]
+
+
+def loss_of(model, pairs, inv_temp, total):
+    """The trainer's loss of one micro-batch, with advantages that differ."""
+    logp = score(model, pairs, inv_temp)
+    advantage = torch.linspace(-1, 1, len(logp), device="cuda")
+    return grpo.policy_loss(logp, logp.detach(), advantage, total)[0]
+
+
+def timed(parts, repeats=2):
+    """Seconds of each of the callables `parts`, which run in turn: the least of a few, gaps included."""
+    runs = []
+    for _ in range(1 + repeats):                     # the first run compiles and takes its memory
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for part, event in zip(parts, events[1:]):
+            part()
+            event.record()
+        events[-1].synchronize()
+        runs.append([a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])])
+    return [min(x) for x in zip(*runs[1:])]
+
+
+def update_seconds(model, optimizer, count, length):
+    """Seconds of a pass for old log-probs, forward, backward and optimizer on `count` sequences."""
+    pairs, one, loss = random_pairs(count, length), torch.ones(1, device="cuda"), []
+
+    def old():
+        with torch.no_grad():
+            score(model, pairs, one)
+
+    parts = [old, lambda: loss.append(loss_of(model, pairs, one, count * length)),
+             lambda: loss.pop().backward(), lambda: optimizer.step(1e-6, 1.0)]
+    return timed(parts)
+
+
+def model_flops(config, tokens, length):
+    """Operations that a forward and backward pass needs by the book: what is computed twice counts once."""
+    c, heads = config, config.num_attention_heads * config.head_dim
+    layer = c.hidden_size * (2 * heads + 2 * c.num_key_value_heads * c.head_dim + 3 * c.intermediate_size)
+    matrices = c.num_hidden_layers * layer + c.vocab_size * c.hidden_size
+    return 6 * tokens * (matrices + c.num_hidden_layers * heads * length)      # causal: half of length^2
+
+
+def train_rows(table, size, lengths, bf16):
+    """Both precisions at each length; `bf16` collects what fp8 is compared with."""
+    for precision in ("bf16", "fp8"):
+        _, model, optimizer = trained_model(size, precision)
+        for length in lengths:
+            tokens = 16384 * BATCH
+            old, forward, backward, step = update_seconds(model, optimizer, 16384 // length, length)
+            for updates in (1, BATCH):
+                # Where sampler and trainer are not exact, several updates need a pass for the old log-probs.
+                passes = BATCH * old if updates > 1 and precision != "fp8" else 0.0
+                seconds = passes + BATCH * (forward + backward) + updates * step
+                case = f"{length}, {updates} updates"
+                bf16.setdefault((size, case), seconds)
+                flops = model_flops(model.config, tokens, length)
+                table.add(case, size, precision=precision, tok_per_s=tokens / seconds,
+                          mfu=flops / seconds / BF16_PEAK, old_s=passes, forward_s=BATCH * forward,
+                          backward_s=BATCH * backward, step_s=updates * step,
+                          gib=torch.cuda.max_memory_allocated() / 2**30, x_bf16=bf16[size, case] / seconds)
+        del model, optimizer
+
+
+def transformers_seconds(recompute):
+    """One step of the library as it comes: BF16, SDPA, fused AdamW; 8 sequences of 1024 tokens. (s, GiB)"""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    hidden, heads, width = QWEN3["1.7B"]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=151936, hidden_size=hidden, intermediate_size=width, num_hidden_layers=LAYERS["1.7B"],
+            num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+            max_position_embeddings=40960, dtype="bfloat16")).to(torch.bfloat16)
+    model.train()
+    if recompute:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    ids, loss = torch.randint(151936, (8, 1024), device="cuda"), []
+    parts = [lambda: loss.append(model(input_ids=ids, labels=ids, use_cache=False).loss),
+             lambda: loss.pop().backward(),
+             lambda: (torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), optimizer.step(),
+                      optimizer.zero_grad(set_to_none=True))]
+    return sum(timed(parts)), torch.cuda.max_memory_allocated() / 2**30
+
+
+def transformers_rows(table):
+    """The same work by transformers, in one run; recompute on both sides or on neither."""
+    try:
+        import transformers
+    except ImportError:
+        return note("transformers is not installed: no comparison with it")
+    for recompute in (False, True):
+        case = "8 x 1024" + ", recompute" * recompute
+        theirs, peak = transformers_seconds(recompute)
+        table.add(case, "1.7B", precision=f"transformers {transformers.__version__}",
+                  tok_per_s=8192 / theirs, gib=peak)
+        for precision in ("bf16", "fp8"):
+            _, model, optimizer = trained_model("1.7B", precision)
+            model.recompute = recompute
+            seconds = sum(update_seconds(model, optimizer, 8, 1024)[1:])
+            table.add(case, "1.7B", precision=precision, tok_per_s=8192 / seconds,
+                      gib=torch.cuda.max_memory_allocated() / 2**30, x_transformers=theirs / seconds)
+            del model, optimizer
+
+
+def train_section(rows, quick):
+    columns = "precision", "tok_per_s", "mfu", "old_s", "forward_s", "backward_s", "step_s", "gib", "x_bf16"
+    table = Table("train", rows, *columns, "x_transformers", key="model")
+    bf16 = {}
+    for size in ["1.7B"] if quick else LAYERS:
+        train_rows(table, size, [4096] if quick else [1024, 4096, 16384], bf16)
+    transformers_rows(table)
+
+
+def whole_step(size, precision, prompts, samples, length):
+    """One GRPO step, rollout and update, as train.py runs it. -> seconds of both, GiB"""
+    cfg, model, optimizer = trained_model(size, precision)
+    sampler, one = Sampler(model), torch.ones(1, device="cuda")
+    needs = 1.1 * sum(list(train.memory(model.config, cfg, cfg.micro_tokens).values())[-2:])
+    questions = [torch.randint(151936, (128,)).tolist() for _ in range(prompts)]
+
+    def step(stop):
+        torch.cuda.synchronize()
+        t0 = time.perf_counter()
+        out = sampler.generate(questions, samples, length, stop=stop)
+        train.hand_over(sampler, needs)
+        t1 = time.perf_counter()
+        pairs = [(questions[i // samples], tokens) for i, tokens in enumerate(out.tokens)]
+        for micro in train.micro_batches(pairs, cfg.micro_tokens):
+            loss_of(model, micro, one, prompts * samples * length).backward()
+        optimizer.step(1e-6, 1.0)
+        torch.cuda.synchronize()
+        return t1 - t0, time.perf_counter() - t1
+
+    step(stop=list(range(151936)))                    # one token each: compiles, captures, takes its memory
+    return *step(stop=[]), torch.cuda.max_memory_allocated() / 2**30
+
+
+def step_section(rows, quick):
+    columns = "precision", "tok_per_s", "rollout_s", "update_s", "gib", "x_bf16"
+    table = Table("step", rows, *columns, key="model")
+    prompts, samples, length = 8, 8, 128 if quick else 512
+    for size in ["1.7B"] if quick else LAYERS:
+        for precision in ("bf16", "fp8-rollout", "fp8"):
+            rollout, update, peak = whole_step(size, precision, prompts, samples, length)
+            if precision == "bf16":
+                bf16 = rollout + update
+            table.add(f"{prompts * samples} x {length}", size, precision=precision,
+                      tok_per_s=prompts * samples * length / (rollout + update), rollout_s=rollout,
+                      update_s=update, gib=peak, x_bf16=bf16 / (rollout + update))
+
+
 # ---- plot: curves of training runs -------------------------------------------------------------------------
 
 
@@ -907,7 +1260,8 @@ def plot(runs, path):
 # ---- the command line --------------------------------------------------------------------------------------
 
 SECTIONS = {"exact": exact, "gemm": gemm, "quant": quant, "block": block, "optimizer": optimizer,
-            "attention": attention_section, "head": head}
+            "attention": attention_section, "head": head, "decode": decode, "rollout": rollout_section,
+            "train": train_section, "step": step_section}
 
 
 def run_sections(names, out, quick):

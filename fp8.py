@@ -1143,7 +1143,8 @@ def backward_weight(dy, x, w, fp8):
     if fp8:
         wgrad(*dy, *x, w.gradient())
     elif dy.is_cuda:
-        w.add_grad(torch.mm(dy.t(), x, out_dtype=torch.float32))  # BF16 in, but FP32 out: it will be summed
+        grad = w.gradient()  # BF16 in, but FP32 out, added by the product itself
+        torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
     else:
         w.add_grad(dy.float().t() @ x.float())
 

@@ -8,7 +8,8 @@ Where this departs from textbook GRPO (DeepSeekMath, arXiv 2402.03300):
 
 1. Token-level normalisation. Token losses are summed and divided once by the number of tokens of the whole
    update, known before the first micro-batch, so that every split into micro-batches gives the same gradient.
-   The textbook takes each completion's mean first, so a token counts less the longer its completion is.
+   The textbook takes each completion's mean first, so a token counts less the longer its completion is;
+   `share` brings that back.
 2. No division by the group's standard deviation, which inflates groups that are nearly all right or all
    wrong. `normalize_std=True` brings it back.
 3. Asymmetric clip: wider above (0.28) than below (0.2), so that unlikely tokens can still grow.
@@ -16,7 +17,8 @@ Where this departs from textbook GRPO (DeepSeekMath, arXiv 2402.03300):
 5. In `fp8` the old log-probs are the sampler's own: bit-equal to the trainer's, so no pass recomputes them.
    Elsewhere they are the trainer's; the sampler's gap is left alone or weighted down (`truncated_weights`).
 6. The reward is 1 for a right final answer and 0 otherwise: format, length or effort earn nothing.
-7. A truncated completion takes part. Whoever drops it leaves it out of the batch and of `total_tokens`.
+7. A truncated completion takes part. Whoever drops it leaves it out of the batch and of `total_tokens`; so
+   does who drops groups of equal rewards, which have no gradient, but weigh on the mean (DAPO, 2503.14476).
 
 Shapes: N completions, the samples of a prompt side by side; T sampled tokens (EOS included), end to end.
 """
@@ -417,7 +419,7 @@ class JsonLines:
 TASKS = {"sum": Sum, "countdown": Countdown, "jsonl": JsonLines}
 
 # ----------------------------------------------------------------------------------------------------------
-# Advantages, loss, mismatch. All FP32 and on the device of the inputs; only Metrics.means waits for it.
+# Advantages, loss, mismatch. All FP32 and on the device of the inputs, which nothing here waits for.
 
 MAX_EXPONENT = 20.0  # exp(20) = 4.9e8: far beyond any clip range, and safe to multiply and sum in FP32
 
@@ -455,20 +457,30 @@ def truncated_weights(old_logp, sampler_logp, cap):
     return (old_logp.float() - sampler_logp.float()).exp().clamp(max=cap).detach()
 
 
+def mean_share(lengths, total_tokens, completions):
+    """
+    Weights (T,) for policy_loss that turn its mean over tokens into the mean over completions of their means.
+
+    lengths (n,): tokens of the completions here, of the update's `completions` with `total_tokens` in all.
+    """
+    return (total_tokens / (completions * lengths)).float().repeat_interleave(lengths)
+
+
 def policy_loss(logp, old_logp, advantage, total_tokens, *, clip_low=0.2, clip_high=0.28, weights=None,
-                ref_logp=None, kl_coef=0.0):
+                share=None, ref_logp=None, kl_coef=0.0):
     """
     Clipped loss of one micro-batch: sum over its tokens / total_tokens -> (FP32 scalar, dict of FP64 sums).
 
     logp (T,) carries the gradient. Constants: old_logp, advantage (T,); weights (T,), a factor of the policy
-    term; ref_logp (T,), adds kl_coef * k3. total_tokens: of the whole update. Empty tensors give loss 0. The
-    textbook's mean of means is had by advantage * total_tokens / (N * length of its completion).
+    term; ref_logp (T,), adds kl_coef * k3; share (T,), a factor of both. total_tokens: of the whole update.
+    Empty tensors give loss 0.
 
     On the first update logp equals old_logp, every ratio is 1 and the loss is minus the mean advantage of a
     token: near zero whatever the policy does, as a group's advantages cancel but for unequal lengths. Its
     gradient is not zero: watch reward and gradient norm, not the loss.
     """
-    named = {"old_logp": old_logp, "advantage": advantage, "weights": weights, "ref_logp": ref_logp}
+    named = {"old_logp": old_logp, "advantage": advantage, "weights": weights, "share": share,
+             "ref_logp": ref_logp}
     for name, tensor in named.items():  # (T,) with (T, 1) would broadcast to (T, T) without a word
         if tensor is not None and tensor.shape != logp.shape:
             raise ValueError(f"{name} {tuple(tensor.shape)} and logp {tuple(logp.shape)} differ in shape")
@@ -489,6 +501,8 @@ def policy_loss(logp, old_logp, advantage, total_tokens, *, clip_low=0.2, clip_h
         kl = k3(logp, ref_logp.detach())
         losses = losses + kl_coef * kl
         sums["kl"] = kl.detach()
+    if share is not None:
+        losses = losses * share
     sums["loss"] = losses.detach()
     return losses.sum() / max(total_tokens, 1), {k: v.sum(dtype=torch.float64) for k, v in sums.items()}
 
@@ -519,7 +533,7 @@ def first_difference(sampler_logp, trainer_logp):
 class Metrics:
     """
     The one place where metrics add up, as a sum and a count for each name: the mean over micro-batches is the
-    mean over their tokens, whatever their sizes. Sums may be device tensors, read only by means().
+    mean over their tokens, whatever their sizes. Sums stay where they are, mostly on the device.
     """
 
     def __init__(self):
@@ -529,6 +543,3 @@ class Metrics:
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
             self.counts[name] = self.counts.get(name, 0) + count
-
-    def means(self):
-        return {name: float(value) / max(self.counts[name], 1) for name, value in self.sums.items()}

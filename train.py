@@ -28,6 +28,10 @@ import sys
 import time
 import traceback
 
+# Micro-batches differ in size: blocks of fixed size would leave a quarter of the memory in unusable pieces.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -36,7 +40,7 @@ from safetensors.torch import load_file, save_file
 import fp8
 import grpo
 import model as model_file
-from model import Tokenizer, Transformer, token_logprobs
+from model import Tokenizer, Transformer, to_device, token_logprobs
 from rollout import Parser, Rollout, Sampler, explain
 
 # ---- configuration -------------------------------------------------------------------------------
@@ -82,18 +86,25 @@ class Config:
     grad_clip: float = opt(1.0, "largest norm of the whole gradient")
     clip_low: float = opt(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: float = opt(0.28, "the ratio is clipped above 1 + clip_high")
+    loss_mean: str = opt("token", "token: the loss is a mean over all tokens of an update; completion: over "
+                                  "completions, of the means over their tokens")
     normalize_std: bool = opt(False, "divide advantages by the group's standard deviation")
     drop_truncated: bool = opt(False, "leave completions that reached max_new_tokens out of the loss")
+    drop_equal: bool = opt(False, "leave groups whose rewards are all equal out of the loss: they have no "
+                                  "gradient, but take time and count in its mean")
     kl: float = opt(0.0, "weight of the KL divergence to the policy GRPO starts from (0: no second model)")
     tis: float = opt(0.0, "with fp8-rollout: weigh tokens by min(TIS, old / sampler probability) (0: off)")
     # engine
     micro_tokens: int = opt(None, "tokens in one packed forward and backward pass")
     recompute: bool = opt(False, "run each layer again in the backward pass, instead of keeping activations")
+    states: str = opt("fp32", "masters and moments of AdamW: fp32, or bf16 with stochastic rounding, which "
+                              "takes half the memory")
     exact: str = opt("", "stop, warn or off when a log-prob differs; empty: stop in fp8 on Hopper or a CPU, "
                          "else warn")
     # evaluation, logging, saving
     eval_every: int = opt(None, "steps between evaluations on held-out problems (0: only before and after)")
-    eval_problems: int = opt(256, "held-out problems of an evaluation, answered greedily")
+    eval_problems: int = opt(256, "held-out problems of an evaluation")
+    eval_samples: int = opt(1, "answers to each: 1 is the greedy one; more are drawn, for pass@1 and pass@k")
     sample_every: int = opt(20, "steps between printed completions (0: none)")
     save_every: int = opt(50, "steps between checkpoints (0: only at the end)")
     keep: int = opt(2, "checkpoints that are kept")
@@ -102,6 +113,8 @@ class Config:
     wandb: str = opt("", "Weights & Biases project to log to as well (needs the package wandb)")
     debug: bool = opt(False, "show the whole traceback of an error")
 
+
+STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # Values for flags that were not given: for the small model by device, else for a checkpoint.
 PRESETS = {
@@ -152,12 +165,13 @@ def check(cfg):
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("--device=cuda, but torch sees no CUDA device: check the driver, or use the CPU")
     choices = {"task": grpo.TASKS, "precision": model_file.PRECISIONS, "kv": model_file.KV_TYPES,
-               "exact": ("", "stop", "warn", "off")}
+               "exact": ("", "stop", "warn", "off"), "states": STATES, "loss_mean": ("token", "completion")}
     for name, allowed in choices.items():
         if getattr(cfg, name) not in allowed:
             choice = ", ".join(filter(None, allowed))
-            raise ValueError(f"--{name}={getattr(cfg, name)}: choose one of {choice}")
-    positive = {"prompts", "updates", "max_new_tokens", "micro_tokens", "keep", "difficulty", "eval_problems"}
+            raise ValueError(f"--{name.replace('_', '-')}={getattr(cfg, name)}: choose one of {choice}")
+    positive = {"prompts", "updates", "max_new_tokens", "micro_tokens", "keep", "difficulty", "eval_problems",
+                "eval_samples"}
     positive |= set() if cfg.model else {"layers", "width"}
     for f in dataclasses.fields(Config):
         value, low = getattr(cfg, f.name), int(f.name in positive)
@@ -234,10 +248,76 @@ def score(model, sequences, inv_temp):
         lengths.append(len(prompt) + len(completion) - 1)
         rows += range(start + len(prompt) - 1, start + lengths[-1])
         start += lengths[-1]
-    hidden = model(torch.tensor(tokens, device=device), lengths)                      # (T, C)
+    # numpy reads long lists many times faster than torch does.
+    tokens, rows, targets = (to_device(torch.from_numpy(np.array(ids, np.int64)), device)
+                             for ids in (tokens, rows, targets))
     # By indexing, whose backward pass adds in a fixed order; that of index_select would use atomics.
-    hidden = hidden[torch.tensor(rows, device=device)]                                # (N, C)
-    return token_logprobs(hidden, model.head, torch.tensor(targets, device=device), inv_temp)
+    hidden = model(tokens, lengths)[rows]                                             # (N, C)
+    return token_logprobs(hidden, model.head, targets, inv_temp)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def memory(c, cfg, tokens):
+    """What an update holds on the GPU, in bytes by part: model config c, micro-batches of `tokens` tokens."""
+    C, F, L, o = c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads * c.head_dim
+    qkv = o + 2 * c.num_key_value_heads * c.head_dim
+    matrices, tables = L * C * (qkv + o + 3 * F), c.vocab_size * C * (2 - c.tie_word_embeddings)
+    weights = matrices * {"bf16": 2, "fp8-rollout": 3, "fp8": 1}[cfg.precision] + tables * 2
+    # A BF16 master of weights that are read in BF16 is the weight itself.
+    shared = 0 if cfg.states == "fp32" else 2 * (tables + matrices * (cfg.precision != "fp8"))
+    # In BF16, a token: both residual sums; qkv before and after RoPE; attention's output; gate and up. Of a
+    # layer that is run again only its input stays, as two summands.
+    layer = 2 * (2 * C + 2 * qkv + o + 2 * F)
+    kept = 4 * C if cfg.recompute else layer
+    # The larger of what the head needs, a chunk's gradient of the logits among it, and what the backward pass
+    # of a layer holds beside what was kept: gradients, codes in both directions.
+    chunk = 2 * model_file.TokenLogprobsFunction.CHUNK * c.vocab_size
+    work = max(chunk + tokens * 12 * C, tokens * (8 * F + layer * cfg.recompute))
+    return {"weights": weights * (1 + (cfg.kl > 0)),
+            "masters and moments": 3 * STATES[cfg.states].itemsize * (matrices + tables) - shared,
+            "gradients": 4 * (matrices + tables),
+            f"activations of {tokens:,} tokens": tokens * L * kept, "work space": work}
+
+
+SPARE = 2**30                 # CUDA's context, the libraries' workspaces
+
+
+def fitting(c, cfg, room, longest):
+    """The flags to change, least first, for an update to fit into `room` bytes: a dict. None: no way.
+
+    A micro-batch holds one sequence or more, so it cannot be smaller than the longest. Below 8,192 tokens
+    the products get slow: that comes last.
+    """
+    changes = {}, {"recompute": True}, {"states": "bf16"}, {"recompute": True, "states": "bf16"}
+    for change, least in [(change, 8192) for change in changes] + [(change, 0) for change in changes]:
+        new, least = dataclasses.replace(cfg, **change), max(longest, min(least, cfg.micro_tokens))
+        for tokens in range(max(cfg.micro_tokens, longest), least - 1, -256):
+            if SPARE + sum(memory(c, new, tokens).values()) <= room:
+                return change | ({"micro_tokens": tokens} if tokens < cfg.micro_tokens else {})
+    return None
+
+
+def advice(c, cfg, room, longest):
+    """fitting() in words."""
+    change = fitting(c, cfg, room, longest)
+    if change is None:
+        return "lower --max-new-tokens, or take a smaller model"
+    flags = " ".join("--" + k.replace("_", "-") + ("" if v is True else f"={v}") for k, v in change.items())
+    return f"give {flags}" if flags else "free the GPU of other processes"
+
+
+def hand_over(sampler, needed):
+    """Before an update that needs so many bytes: free the sampler's pages and graphs if less is left."""
+    if sampler.device.type == "cuda":
+        idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()     # PyTorch's, from earlier
+        if torch.cuda.mem_get_info()[0] + idle < needed:
+            sampler.release()
+
+
+def gib(parts):
+    return ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
 
 
 # ---- ranks: data parallel over the GPUs of one host ------------------------------------------------
@@ -358,6 +438,7 @@ class Run:
             config = small_config(cfg, self.tokenizer)
         self.tokenizer.now = datetime.datetime.fromisoformat(self.ranks.first(self.tokenizer.now.isoformat()))
         self.fit(config)
+        self.fit_memory(config)
         # This call checks the headers of a checkpoint's files: before memory is taken, or a file written.
         tensors = model_file.read_tensors(folder, config) if cfg.model else None
         if self.ranks.rank == 0:
@@ -370,7 +451,8 @@ class Run:
                          else self.model.random_tensors(cfg.seed))
         self.model.load(tensors or first())
         self.optimizer = fp8.AdamW(self.model.weights(), (cfg.beta1, cfg.beta2), 1e-8, cfg.weight_decay,
-                                   decay=lambda name: not name.endswith(("norm", "bias")))
+                                   decay=lambda name: not name.endswith(("norm", "bias")),
+                                   states=STATES[cfg.states])
         self.optimizer.load(first())
         self.sampler = Sampler(self.model, verbose=True)
         self.inv_temp = torch.tensor([1.0 / cfg.temperature], device=self.device)
@@ -421,6 +503,20 @@ class Run:
             print(f"note: {dropped[0]} training and {dropped[1]} held-out problems are left out, as {what} "
                   f"pass the {most} tokens of the model; {len(rows)} and {len(self.task.heldout)} remain")
 
+    def fit_memory(self, config):
+        """What an update and a checkpoint take, from the shapes alone: refuse now what can never fit."""
+        cfg = self.cfg
+        self.longest = max(len(self.encode_prompt(e)) for e in self.task.heldout) + cfg.max_new_tokens - 1
+        self.parts = memory(config, cfg, max(cfg.micro_tokens, self.longest))
+        self.update_needs = 1.1 * sum(list(self.parts.values())[-2:])
+        self.checkpoint_bytes = (3 * STATES[cfg.states].itemsize + 2) * self.parts["gradients"] // 4
+        if self.device.type == "cuda":
+            room = torch.cuda.mem_get_info(self.device)[1]
+            least = sum(memory(config, cfg, self.longest).values())
+            if least > room:
+                raise ValueError(f"this takes {least / 2**30:.1f} GiB ({gib(self.parts)}), the GPU has "
+                                 f"{room / 2**30:.1f}: {advice(config, cfg, room, self.longest)}")
+
     def problems(self, first, count):
         """`count` training examples from a running number on, in an order that depends on the seed alone."""
         return [self.task.train(i) for i in range(first, first + count)]
@@ -430,7 +526,8 @@ class Run:
     def rollout(self, prompts):
         """Sample a group for each prompt. Its running number keys a completion's noise, on whichever rank.
 
-        A pool of more than a quarter of the GPU is handed over to the update; graphs are then captured anew.
+        Pages and graphs stay for the next step if the update fits beside them. Otherwise they are freed, and
+        made anew each step: the update's own memory goes back to the sampler in its next `generate`.
         """
         cfg, ranks, first = self.cfg, self.ranks, self.step * self.cfg.prompts * self.cfg.samples
         mine = range(ranks.rank, cfg.prompts, ranks.count)
@@ -438,8 +535,7 @@ class Run:
             [prompts[i] for i in mine], cfg.samples, cfg.max_new_tokens, cfg.temperature, cfg.seed,
             self.tokenizer.eos_ids,
             keys=[first + i * cfg.samples + j for i in mine for j in range(cfg.samples)])
-        if self.device.type == "cuda" and self.sampler.gib > torch.cuda.mem_get_info(self.device)[1] / 2**32:
-            self.sampler.release()
+        hand_over(self.sampler, self.update_needs)
         return ranks.merge(rollout, cfg.samples)
 
     def learning_rate(self, step, peak, steps):
@@ -499,8 +595,9 @@ class Run:
             weights = grpo.truncated_weights(old, batch["sampler"][part], cfg.tis) if cfg.tis else None
             loss, sums = grpo.policy_loss(
                 logp, old, batch["advantages"][part], batch["tokens"], clip_low=cfg.clip_low,
-                clip_high=cfg.clip_high, weights=weights, ref_logp=batch["ref"][part] if cfg.kl else None,
-                kl_coef=cfg.kl)
+                clip_high=cfg.clip_high, weights=weights, kl_coef=cfg.kl,
+                share=batch["share"][part] if cfg.loss_mean == "completion" else None,
+                ref_logp=batch["ref"][part] if cfg.kl else None)
             loss.backward()
             metrics.add(logp.numel(), sums)
         if not batch["tokens"]:                      # all dropped: nothing to learn, momentum must not act
@@ -515,17 +612,19 @@ class Run:
         They hold this rank's share. "tokens" and "fed" count the completion tokens and the tokens fed of all.
         """
         cfg, n, batches = self.cfg, self.cfg.samples, []
+        equal = [cfg.drop_equal and not group.any() for group in advantages.view(-1, n)]
         for u in range(cfg.updates):
-            index = [i * n + j for i in range(u, cfg.prompts, cfg.updates) for j in range(n)
+            index = [i * n + j for i in range(u, cfg.prompts, cfg.updates) if not equal[i] for j in range(n)
                      if not (cfg.drop_truncated and rollout.finish[i * n + j] == "length")]
-            tokens = sum(len(rollout.tokens[i]) for i in index)
+            completions, tokens = len(index), sum(len(rollout.tokens[i]) for i in index)
             sizes = [len(prompts[i // n]) + len(rollout.tokens[i]) - 1 for i in index]
             index = [index[k] for k in self.ranks.deal(sizes)]
             lengths = torch.tensor([len(rollout.tokens[i]) for i in index], dtype=torch.int64)
             sampler = torch.cat([torch.empty(0)] + [rollout.logprobs[i] for i in index])
             batch = {"sequences": [(prompts[i // n], rollout.tokens[i]) for i in index], "index": index,
                      "tokens": tokens, "fed": sum(sizes), "sampler": sampler.to(self.device),
-                     "advantages": advantages[index].repeat_interleave(lengths).to(self.device)}
+                     "advantages": advantages[index].repeat_interleave(lengths).to(self.device),
+                     "share": grpo.mean_share(lengths, tokens, completions).to(self.device)}
             batch["old"] = self.old_logprobs(batch)
             if cfg.kl:
                 batch["ref"] = torch.cat(self.no_grad_scores(self.reference_model(), batch["sequences"]))
@@ -565,19 +664,31 @@ class Run:
         print(f"note: {text} (expected in {self.cfg.precision}; said once, the dlogp columns go on)")
 
     def evaluate(self, when):
-        """Greedy accuracy on held-out problems, printed and logged."""
+        """Accuracy on held-out problems, printed and logged: greedy, or pass@1 and pass@k of k samples.
+
+        pass@k: the share of problems with a right one among k. The noise of these samples is keyed by
+        negative numbers, which no training sample has, and the same in each evaluation.
+        """
+        cfg, ranks, k = self.cfg, self.ranks, self.cfg.eval_samples
         count, t0, rollout = len(self.task.heldout), time.time(), Rollout()
-        mine = self.task.heldout[self.ranks.rank::self.ranks.count]
+        mine = range(ranks.rank, count, ranks.count)
         if mine:
-            rollout = self.sampler.generate([self.encode_prompt(e) for e in mine], 1, self.cfg.max_new_tokens,
-                                            temperature=0.0, stop=self.tokenizer.eos_ids)
-        right = sum(e.reward(self.text(tokens)) for e, tokens in zip(mine, rollout.tokens))
-        right, truncated = self.ranks.total([right, rollout.finish.count("length")])
-        accuracy, seconds = right / count, time.time() - t0
-        print(f"held-out accuracy {when}: {accuracy:.1%} of {count} problems, greedy ({seconds:.1f} s)")
-        self.log({"kind": "eval", "step": self.step, "accuracy": accuracy, "problems": count,
-                  "truncated": truncated / count, "seconds": seconds})
-        return accuracy
+            rollout = self.sampler.generate(
+                [self.encode_prompt(self.task.heldout[i]) for i in mine], k, cfg.max_new_tokens,
+                cfg.temperature if k > 1 else 0.0, cfg.seed, self.tokenizer.eos_ids,
+                keys=[-1 - i * k - j for i in mine for j in range(k)])
+        right = torch.tensor([self.task.heldout[i].reward(self.text(rollout.tokens[n * k + j]))
+                              for n, i in enumerate(mine) for j in range(k)]).view(-1, k)
+        one, some, truncated = ranks.total([right.mean(1).sum().item() if mine else 0,
+                                            right.amax(1).sum().item() if mine else 0,
+                                            rollout.finish.count("length")])
+        seconds = time.time() - t0
+        passed = f"{one / count:.1%}" + (f" (pass@1), {some / count:.1%} (pass@{k})" if k > 1 else "")
+        how = f"at temperature {cfg.temperature:g}" if k > 1 else "greedy"
+        print(f"held-out accuracy {when}: {passed} of {count} problems, {how} ({seconds:.1f} s)")
+        self.log({"kind": "eval", "step": self.step, "accuracy": one / count, "problems": count,
+                  "samples": k, "pass_k": some / count, "truncated": truncated / count / k,
+                  "seconds": seconds})
 
     def text(self, ids):
         return self.tokenizer.decode([i for i in ids if i not in self.tokenizer.eos_ids])
@@ -590,11 +701,18 @@ class Run:
         if os.path.isdir(cfg.out) and checkpoints(cfg.out) and not cfg.resume:
             raise ValueError(f"--out={cfg.out} holds checkpoints: add --resume, or give another folder")
         self.tell_changes(os.path.join(cfg.out, "config.json"))
-        os.makedirs(os.path.join(cfg.out, "source"), exist_ok=True)
         here = os.path.dirname(os.path.abspath(__file__))
-        for name in ("model.py", "fp8.py", "rollout.py", "grpo.py", "train.py"):
-            shutil.copy(os.path.join(here, name), os.path.join(cfg.out, "source", name))
-        write_json(os.path.join(cfg.out, "config.json"), dataclasses.asdict(cfg))
+        try:
+            os.makedirs(os.path.join(cfg.out, "source"), exist_ok=True)
+            for name in ("model.py", "fp8.py", "rollout.py", "grpo.py", "train.py"):
+                shutil.copy(os.path.join(here, name), os.path.join(cfg.out, "source", name))
+            write_json(os.path.join(cfg.out, "config.json"), dataclasses.asdict(cfg))
+        except OSError as error:
+            raise OSError(f"--out={cfg.out} cannot be written ({error.strerror}): give another folder")
+        takes, free = self.checkpoint_bytes, shutil.disk_usage(cfg.out).free
+        if free < takes:
+            raise OSError(f"--out={cfg.out} has {free / 2**30:.1f} GiB free, a checkpoint takes "
+                          f"{takes / 2**30:.1f}: make room, or give another folder")
 
     def tell_changes(self, path):
         """A resumed run takes its flags from the command line: what differs from the run before is said."""
@@ -617,35 +735,48 @@ class Run:
         if self.cfg.wandb:
             import wandb
             if wandb.run is None:
-                wandb.init(project=self.cfg.wandb, config=dataclasses.asdict(self.cfg))
-            wandb.log({k: v for k, v in record.items() if isinstance(v, (int, float))}, step=self.step)
+                wandb.init(project=self.cfg.wandb, dir=self.cfg.out, config=dataclasses.asdict(self.cfg))
+                wandb.define_metric("*", step_metric="step")      # an evaluation shares its step with others
+            wandb.log({k if k == "step" else f"{record['kind']}/{k}": v for k, v in record.items()
+                       if isinstance(v, (int, float))})
 
     def save(self):
-        """A checkpoint of this step, unless there is one: rank 0 writes, the others wait. -> its folder"""
-        folder = os.path.join(self.cfg.out, f"step-{self.step:06d}")
+        """A checkpoint of this step, unless there is one: rank 0 writes, the others wait. -> its folder
+
+        All is written into a folder of another name, and only when the disk itself has it, the rename makes
+        it a checkpoint: whole or not at all, also if the power fails. Older ones go after that.
+        """
+        out = self.cfg.out
+        folder, part = os.path.join(out, f"step-{self.step:06d}"), os.path.join(out, ".saving")
         if self.ranks.rank == 0 and not os.path.isdir(folder):
-            self.write_checkpoint(folder)
+            if not all(master.isfinite().all() for master in self.optimizer.master.values()):
+                raise RuntimeError("the weights are not finite, the last checkpoint stays: lower --lr")
+            try:
+                self.write_checkpoint(part)
+                sync(part, out)
+                os.rename(part, folder)
+                sync(out)
+            except (OSError, SafetensorError) as error:
+                shutil.rmtree(part, ignore_errors=True)          # it would keep a full disk full
+                size = self.checkpoint_bytes / 2**30
+                raise OSError(f"{folder} of {size:.1f} GiB cannot be written ({error}): make room, then "
+                              f"--out={out} --resume goes on from the one before") from None
+            for old in checkpoints(out)[:-self.cfg.keep]:
+                # By a rename first: what is left of a removal that is killed must not look like a checkpoint.
+                os.rename(os.path.join(out, old), part)
+                shutil.rmtree(part)
         self.ranks.total([])
         return folder
 
     def write_checkpoint(self, folder):
-        """The policy as a Hugging Face folder, optimizer.safetensors and state.json beside it.
-
-        All is written into a folder of another name; the rename makes it a checkpoint, whole or not at all.
-        """
-        if not all(master.isfinite().all() for master in self.optimizer.master.values()):
-            raise RuntimeError("the weights are not finite, the last checkpoint stays: lower --lr")
-        part = os.path.join(self.cfg.out, ".saving")
-        shutil.rmtree(part, ignore_errors=True)
-        self.model.save_pretrained(part, self.optimizer.master.items())
-        self.tokenizer.save(part)
-        save_file(self.optimizer.state(), os.path.join(part, "optimizer.safetensors"))
-        write_json(os.path.join(part, "state.json"),
+        """The policy as a Hugging Face folder, optimizer.safetensors and state.json beside it."""
+        shutil.rmtree(folder, ignore_errors=True)
+        self.model.save_pretrained(folder, self.optimizer.master.items())
+        self.tokenizer.save(folder)
+        save_file(self.optimizer.state(), os.path.join(folder, "optimizer.safetensors"))
+        write_json(os.path.join(folder, "state.json"),
                    {"step": self.step, "skipped": self.skipped, "silent": self.silent,
                     "now": self.tokenizer.now.isoformat()})       # chat templates may print the date
-        os.rename(part, folder)
-        for old in checkpoints(self.cfg.out)[:-self.cfg.keep]:
-            shutil.rmtree(os.path.join(self.cfg.out, old))
 
     def restore(self):
         """Go on from the newest checkpoint, if any: same weights, moments and counters, so the same bits."""
@@ -691,6 +822,17 @@ def write_json(path, value):
     with open(path + ".part", "w", encoding="utf-8") as f:
         json.dump(value, f, indent=1)
     os.replace(path + ".part", path)
+
+
+def sync(*folders):
+    """Make the disk hold what was written: the files in these folders, and the names of the files."""
+    for folder in folders:
+        for path in [entry.path for entry in os.scandir(folder) if entry.is_file()] + [folder]:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
 
 
 def checkpoints(folder):
@@ -756,11 +898,60 @@ def header(run):
     print(f"{c.model_type}, {count / 1e6:.1f}M parameters, {c.num_hidden_layers} layers of {c.hidden_size}, "
           f"vocabulary {c.vocab_size} | precision {cfg.precision}, kv {cfg.kv}, exact={run.exact} | "
           f"run folder {cfg.out}")
-    weights = sum(b.numel() * b.element_size() for b in run.model.buffers())
-    print(f"memory: weights {weights / 2**30:.2f} GiB, FP32 masters, moments and gradients "
-          f"{16 * count / 2**30:.2f} GiB, head scratch {1024 * c.vocab_size * 10 / 2**30:.2f} GiB; "
-          "activations and the sampler's pages come on top")
+    if cuda:
+        need, room = SPARE + sum(run.parts.values()), torch.cuda.mem_get_info(run.device)[1]
+        print(f"memory of an update, GiB: {gib(run.parts)}: with CUDA's own {need / 2**30:.1f} of "
+              f"{room / 2**30:.1f}. The sampler's pages take what they need of the rest")
+        if need > room:
+            print(f"warning: that is too much: {advice(c, cfg, room, run.longest)}")
     print(" ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v != ""))
+
+
+def plan(run):
+    """What comes now and how long it may take, for whoever looks at the first minute of a run."""
+    cfg, c, cuda = run.cfg, run.model.config, run.device.type == "cuda"
+    sft = f"{cfg.sft_steps} supervised steps, then " if cfg.sft_steps else ""
+    print(f"plan: {sft}{cfg.steps} GRPO steps of {cfg.prompts} problems x {cfg.samples} completions of up to "
+          f"{cfg.max_new_tokens} tokens;\n      |d| is the gap between the log-probs of sampler and trainer"
+          + (" | kernels are compiled when first used: a minute or two, then cached" if cuda else ""))
+    if cuda:
+        parts = memory(c, cfg, 0)
+        count, completions = parts["gradients"] / 4, cfg.prompts * cfg.samples / run.ranks.count
+        tokens = completions * run.longest
+        # Half of what an H200 can do: in an update by its operations, in a decode step by the bytes it reads.
+        update = tokens * count * (8 if cfg.recompute else 6) / (0.5 * 800e12)
+        pages = (2 if cfg.kv == "fp8" else 4) * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+        waves = max(1, completions / 256)
+        step = (parts["weights"] + pages * tokens / 2 / waves) / (0.5 * 4.8e12)
+        rollout = waves * cfg.max_new_tokens * max(step, 1e-3)
+        print(f"      at most about {rollout + update:.0f} s a step: rollout {rollout:.0f}, update "
+              f"{update:.0f} (on an H200, if every completion takes its full length)")
+
+
+def time_left(run, seconds):
+    """After the second step, the first that compiles nothing."""
+    rest = run.cfg.steps - run.step - 1
+    print(f"note: this step took {seconds:.1f} s; the other {rest} may take "
+          f"{datetime.timedelta(seconds=round(rest * seconds))}")
+
+
+def summary(run):
+    """The whole run, resumed or not, in a few lines: from its log."""
+    if run.ranks.rank:
+        return
+    with open(os.path.join(run.cfg.out, "log.jsonl"), encoding="utf-8") as f:
+        records = [json.loads(line) for line in f]
+    steps = [r for r in records if r["kind"] == "step"]
+    if not steps:
+        return
+    total = lambda key: sum(r[key] for r in steps)
+    accuracy = [r["accuracy"] for r in records if r["kind"] == "eval"]
+    print(f"summary: {len(steps)} steps, {steps[-1]['skipped']} updates skipped; {total('tokens'):,} tokens "
+          f"sampled, of whose log-probs {total('differing_tokens'):,.0f} differ from the trainer's\n"
+          f"         reward {steps[0]['reward']:.3f} -> {steps[-1]['reward']:.3f}, held-out accuracy "
+          f"{accuracy[0]:.1%} -> {accuracy[-1]:.1%}\n"
+          f"         rollout {total('t_rollout_s'):.0f} s at {total('tokens') / total('t_rollout_s'):,.0f} "
+          f"tok/s, training {total('t_train_s'):.0f} s")
 
 
 def supervised(run):
@@ -892,7 +1083,21 @@ def on_interrupt():
 def main(argv=None):
     cfg = parse(sys.argv[1:] if argv is None else argv)
     run = Run(cfg)
+    try:
+        work(run)
+    except torch.OutOfMemoryError:
+        room = torch.cuda.max_memory_reserved(run.device)        # no more than this could be had
+        need = SPARE + sum(run.parts.values())
+        raise RuntimeError(f"out of GPU memory at {room / 2**30:.1f} GiB, an update takes about "
+                           f"{need / 2**30:.1f}: {advice(run.model.config, cfg, 0.95 * room, run.longest)}\n"
+                           "Whole checkpoints stay, --resume goes on from the newest") from None
+
+
+def work(run):
+    """The run: evaluation, supervised phase, GRPO steps, checkpoints."""
+    cfg = run.cfg
     header(run)
+    plan(run)
     if not run.restore():
         run.evaluate("at the start")
         supervised(run)
@@ -900,18 +1105,22 @@ def main(argv=None):
             moment.zero_()                    # GRPO is a new objective, whose gradients have another size
         # Kept even without --kl, which a resumed run may ask for.
         if run.ranks.rank == 0 and (cfg.sft_steps or not cfg.model):
-            run.model.save_pretrained(os.path.join(cfg.out, "start"), run.optimizer.master.items())
+            start = os.path.join(cfg.out, "start")
+            run.model.save_pretrained(start, run.optimizer.master.items())
+            sync(start)
         if cfg.sft_steps:
             run.evaluate("after the supervised phase")
             if cfg.save_every:
                 run.save()
-    pressed, interrupted = on_interrupt(), False
+    pressed, interrupted, first = on_interrupt(), False, run.step
     print(COLUMNS)
     while run.step < cfg.steps and not interrupted:
         r = grpo_step(run)
         run.log(r)
         print(step_line(r), flush=True)
         watch(run, r)
+        if run.step == first + 1:
+            time_left(run, r["t_rollout_s"] + r["t_train_s"])
         run.step += 1
         if cfg.eval_every and run.step % cfg.eval_every == 0 and run.step < cfg.steps:
             run.evaluate(f"after {run.step} steps")
@@ -922,6 +1131,7 @@ def main(argv=None):
         print(f"interrupted after {run.step} steps, saved {run.save()}: --out={cfg.out} --resume goes on")
         return
     run.evaluate("at the end")
+    summary(run)
     print(f"saved {run.save()} | {time.time() - run.start_clock:.0f} s in all")
 
 
@@ -945,6 +1155,6 @@ if __name__ == "__main__":
         if "--debug" in sys.argv and world_size() == 1:
             raise
         fail(traceback.format_exc() if "--debug" in sys.argv else
-             explain(error, "--micro-tokens, --max-new-tokens or --prompts, or add --recompute"))
+             explain(error, "--max-new-tokens, or take a smaller model"))
     if world_size() > 1:
         dist.destroy_process_group()
