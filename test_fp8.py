@@ -544,9 +544,10 @@ def close_to_fp64(mine, x, w, start, what):
 def test_kernel_products_fuzz():
     """FUZZ random shapes, scales and views. Weights of a new shape are compiled: few shapes, and any M."""
     rng, (most, top) = random.Random(0), (1500, 3000) if CUDA else (150, 400)
-    faster = [fp8.HOPPER] * bool(CUDA and fp8.multiprocessors(DEVICE))
+    hopper = [fp8.HOPPER] * bool(CUDA and fp8.multiprocessors(DEVICE))
+    tiles = [(16, 64, True, 4, 3), (128, 128, False, 8, 3), *hopper, *(hopper and fp8.DECODE_TILES)]
     weights = [(rng.randint(1, most), rng.randint(1, top), rng.choice((0, 128)), rng.choice((0, 128)), i % 2)
-               for i in range(3 + FUZZ // 250)]
+               for i in range(3 + FUZZ // 500)]
 
     def values(codes, scales):
         return codes.double() * scales.t().double().repeat_interleave(128, 1)[:, :codes.shape[1]]
@@ -562,7 +563,7 @@ def test_kernel_products_fuzz():
         w = codes[skip_n:, skip_k:], scales[skip_n // 128:, skip_k // 128:]
         bias = torch.randn(N, device=DEVICE).bfloat16() if biased else None
         mine = fp8.fprop(*x, *w, bias)
-        for tile in [(16, 64, True, 4, 3), (128, 128, False, 8, 3)] + faster:
+        for tile in tiles:
             same(mine, fp8.fprop(*x, *w, bias, tile=tile), f"{what}, tile {tile}")
         start = torch.zeros(N, device=DEVICE) if bias is None else bias
         close_to_fp64(mine, values(*x), fp8.dequantize_blocks(*w).double(), start.double(), what)
@@ -572,7 +573,7 @@ def test_kernel_products_fuzz():
         start = torch.randn(N, K, device=DEVICE)
         mine = start.clone()
         fp8.wgrad(*dyt, *xt, mine)
-        for tile in [(8, 3)] + faster:
+        for tile in [(8, 3), *hopper]:
             other = start.clone()
             fp8.wgrad(*dyt, *xt, other, tile=tile)
             same(mine, other, f"dW, {what}, tile {tile}")
@@ -1013,8 +1014,8 @@ class StubDriver:
 
 
 MATRIX_UNITS = {"fprop_kernel": "QGMMA", "wgrad_kernel": "QGMMA", "product_kernel": "QGMMA",
-                "attention_kernel": "HGMMA", "attention_dkv_kernel": "HGMMA", "attention_dq_kernel": "HGMMA",
-                "head_kernel": "HGMMA", "dlogits_kernel": "HGMMA"}
+                "decode_kernel": "QGMMA", "attention_kernel": "HGMMA", "attention_dkv_kernel": "HGMMA",
+                "attention_dq_kernel": "HGMMA", "head_kernel": "HGMMA", "dlogits_kernel": "HGMMA"}
 
 
 class Recorder:
@@ -1072,9 +1073,15 @@ def build_fp8():
         optimizer = fp8.AdamW({"w": Weight((192, 300), keep=keep)}, (0.9, 0.95), 1e-8, 0.1, lambda name: True,
                               states)
         optimizer.step(1e-3, 1.0)
-    for M in (16, 17, 64, 129):  # every tile
+    w = fp8.quantize_blocks_reference(torch.zeros(250, 512))
+    for tile in fp8.DECODE_TILES:
+        x = fp8.quantize_rows_reference(torch.zeros(16, 512))
+        fp8.fprop(*x, *w, torch.zeros(250, dtype=BF16), tile=tile)
+    fp8.multiprocessors = lambda device: 0
+    for M in (16, 17, 64, 129):  # every tile of the plain kernel
         x = fp8.quantize_rows_reference(torch.zeros(M, 512))
-        fp8.fprop(*x, *fp8.quantize_blocks_reference(torch.zeros(256, 512)))
+        fp8.fprop(*x, *w)
+    fp8.multiprocessors = lambda device: 132
     x, (codes, scales) = fp8.quantize_rows_reference(h), fp8.quantize_blocks_reference(torch.zeros(200, C))
     turned = scales.t().contiguous().t()
     fp8.fprop(*x, codes, scales, torch.zeros(200, dtype=BF16), tile=fp8.HOPPER)
@@ -1169,7 +1176,8 @@ def test_kernel_bits_do_not_depend_on_tile_or_rows(N, K):
         part = moved((x[0][:M], x[1][:, :M]))
         part[1] = fp8.empty_scales(x[1].shape[0], M, "cuda").copy_(x[1][:, :M])
         swapped = [(tokens, 64, True, 4, stages) for tokens in (16, 32, 64) for stages in (3, 8)]
-        for tile in swapped + [(128, 128, False, 8, 3), None]:
+        hopper = [*fp8.DECODE_TILES, fp8.HOPPER] if fp8.multiprocessors("cuda") else []
+        for tile in swapped + hopper + [(128, 128, False, 8, 3), None]:
             for _ in range(3):  # more than once: a race in the pipeline would show here
                 same(fp8.fprop(*part, *w, tile=tile), full[:M], f"M={M} tile={tile}")
 
@@ -1189,6 +1197,21 @@ def test_hopper_kernel_fprop_bits(N, K):
 
 
 @needs_hopper
+@pytest.mark.parametrize("tile", fp8.DECODE_TILES)
+@pytest.mark.parametrize("N,K", [(36, 80), (1001, 1040), (6144, 2048), (40000, 256)])
+def test_decode_kernel_bits(N, K, tile):
+    """decode_kernel has fprop_kernel's bits, whatever M leaves of a tile: fewer rows than X is loaded in, tiles that
+    overlap; one block of K or a stage that K fills in part; one tile or several for each multiprocessor."""
+    for M in (1, 3, 8, 17, 64, 65, 67, 130, 300):
+        x, w = (moved(t) for t in random_codes(M, K, N))
+        bias, turned = torch.randn(N, device="cuda").bfloat16(), w[1].t().contiguous().t()
+        for scales, b, dtype in ((w[1], None, BF16), (turned, bias, FP32)):
+            plain = fp8.fprop(*x, w[0], scales, b, dtype, tile=(128, 128, False, 8, 4))
+            for _ in range(3):  # more than once: a race between loads and products would show here
+                same(fp8.fprop(*x, w[0], scales, b, dtype, tile=tile), plain, f"M={M}")
+
+
+@needs_hopper
 @pytest.mark.parametrize("N,K", [(136, 80), (257, 1001), (2048, 6144)])
 def test_hopper_kernel_wgrad_bits(N, K):
     for M in (1, 300, 640, 8192):
@@ -1203,14 +1226,15 @@ def test_hopper_kernel_wgrad_bits(N, K):
 
 
 @needs_hopper
-def test_hopper_kernel_in_a_graph():
+@pytest.mark.parametrize("tile", [fp8.HOPPER, *fp8.DECODE_TILES])
+def test_hopper_kernel_in_a_graph(tile):
     """Captured and replayed: nothing of it depends on the host."""
     x, w = (moved(t) for t in random_codes(700, 1024, 2000))
     plain = fp8.fprop(*x, *w, tile=(128, 128, False, 8, 4))
-    fp8.fprop(*x, *w, tile=fp8.HOPPER)
+    fp8.fprop(*x, *w, tile=tile)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = fp8.fprop(*x, *w, tile=fp8.HOPPER)
+        y = fp8.fprop(*x, *w, tile=tile)
     for _ in range(2):
         y.zero_()
         graph.replay()
