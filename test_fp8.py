@@ -544,9 +544,10 @@ def close_to_fp64(mine, x, w, start, what):
 def test_kernel_products_fuzz():
     """FUZZ random shapes, scales and views. Weights of a new shape are compiled: few shapes, and any M."""
     rng, (most, top) = random.Random(0), (1500, 3000) if CUDA else (150, 400)
-    faster = [fp8.HOPPER] * bool(CUDA and fp8.multiprocessors(DEVICE))
+    hopper = [fp8.HOPPER] * bool(CUDA and fp8.multiprocessors(DEVICE))
+    tiles = [(16, 64, True, 4, 3), (128, 128, False, 8, 3), *hopper, *(hopper and fp8.DECODE_TILES)]
     weights = [(rng.randint(1, most), rng.randint(1, top), rng.choice((0, 128)), rng.choice((0, 128)), i % 2)
-               for i in range(3 + FUZZ // 250)]
+               for i in range(3 + FUZZ // 500)]
 
     def values(codes, scales):
         return codes.double() * scales.t().double().repeat_interleave(128, 1)[:, :codes.shape[1]]
@@ -562,7 +563,7 @@ def test_kernel_products_fuzz():
         w = codes[skip_n:, skip_k:], scales[skip_n // 128:, skip_k // 128:]
         bias = torch.randn(N, device=DEVICE).bfloat16() if biased else None
         mine = fp8.fprop(*x, *w, bias)
-        for tile in [(16, 64, True, 4, 3), (128, 128, False, 8, 3)] + faster:
+        for tile in tiles:
             same(mine, fp8.fprop(*x, *w, bias, tile=tile), f"{what}, tile {tile}")
         start = torch.zeros(N, device=DEVICE) if bias is None else bias
         close_to_fp64(mine, values(*x), fp8.dequantize_blocks(*w).double(), start.double(), what)
@@ -572,7 +573,7 @@ def test_kernel_products_fuzz():
         start = torch.randn(N, K, device=DEVICE)
         mine = start.clone()
         fp8.wgrad(*dyt, *xt, mine)
-        for tile in [(8, 3)] + faster:
+        for tile in [(8, 3), *hopper]:
             other = start.clone()
             fp8.wgrad(*dyt, *xt, other, tile=tile)
             same(mine, other, f"dW, {what}, tile {tile}")
