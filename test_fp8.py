@@ -1381,7 +1381,7 @@ def test_same_bits_whatever_slots_order_pages(policy, alone, slots, pages):
     assert sampler.pool.free == sampler.pool.capacity
 
 
-@pytest.mark.parametrize("split", [model.SPLIT, PAGE])
+@pytest.mark.parametrize("split", [model.SPLIT, 2 * PAGE])  # a tile of queries fits into one part
 def test_trainer_recomputes_the_same_bits(policy, split, monkeypatch):
     monkeypatch.setattr(model, "SPLIT", split)
     result = Sampler(policy, max_slots=5).generate(PROMPTS, 2, 20, temperature=0.7, seed=3)
@@ -2584,7 +2584,7 @@ def test_smallest_pool_that_is_accepted(tiny):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("STEPS_PER_LOOK", {DEVICE: 1}), ("STEPS_PER_LOOK", {DEVICE: 50}),
+    ("STEPS_PER_LOOK", {"cpu": 1}), ("STEPS_PER_LOOK", {"cpu": 50}),
     ("PREFILL_TOKENS", 1), ("PREFILL_TOKENS", 100)])
 def test_schedule_does_not_matter(tiny, monkeypatch, name, value):
     expected = drawn(Sampler(tiny).generate(PROMPTS, 2, 30, seed=4))
