@@ -701,27 +701,29 @@ def multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-# With few tokens, as in decode, reading W is the work, and a third kernel does it. The same roles, but narrow tiles:
-# they are many, so that each SM has some, and a stage holds several blocks of K, since the time between two stages
-# counts more than the products. Each 64 tokens of a tile have a consumer of their own.
-#
-#   (tokens, features): blocks of K a stage, stages (about 200 KB in all), time of a block of K (measured, in clocks
-#   or so: the bytes that pass into the SM, at 64 * 2 a clock, until the last tile, where the products count too)
+# With few tokens, as in decode, the work is to read W: many loads have to be under way, on all multiprocessors.
+# Hence another kernel with the same roles, but narrow tiles, of which there are enough for all, and with several
+# blocks of K in a stage: products so small would otherwise take less time than the barriers. Each 64 tokens of a
+# tile have a consumer of their own.
 
-DECODE_TILES = {(64, 32): (4, 4, 96), (64, 64): (4, 3, 128), (64, 128): (2, 4, 192), (128, 128): (2, 3, 300)}
+DECODE_TILES = {
+    # (tokens, features): (blocks of K in a stage, stages, relative time of a block of K), measured on an H200.
+    # The stages take about 200 KB. The time is for loading tokens + features; in the last, also for products.
+    (64, 32): (4, 4, 96),
+    (64, 64): (4, 3, 128),
+    (64, 128): (2, 4, 192),
+    (128, 128): (2, 3, 300),
+}
+HOPPER_TIME = 580  # the same of product_kernel's tile
 
 
 @gluon_jit
-def decode_tiles(M, N: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr):
-    return (M + TOKENS - 1) // TOKENS * ((N + FEATURES - 1) // FEATURES)
-
-
-@gluon_jit
-def decode_place(tile, M, TOKENS: tl.constexpr, FEATURES: tl.constexpr):
+def decode_place(tile, M, TOKENS: gl.constexpr, FEATURES: gl.constexpr):
     """First token and first feature of a tile.
 
-    The last tile of a column reaches back into its neighbour instead of beyond M, where the TMA unit, which has
-    zeros to fill in, is slow. Both then write the same bits. Scales are read from a multiple of 4 on (16 bytes).
+    The last tile of tokens reaches back into its neighbour rather than beyond M, where TMA has zeros to fill in,
+    which is slow. What both compute are the same bits. As TMA reads scales from 16 bytes on, tiles start on a
+    multiple of 4 tokens.
     """
     m_tiles = (M + TOKENS - 1) // TOKENS
     m0 = gl.maximum(gl.minimum(tile % m_tiles * TOKENS, (M + 3) // 4 * 4 - TOKENS), 0)
@@ -729,63 +731,68 @@ def decode_place(tile, M, TOKENS: tl.constexpr, FEATURES: tl.constexpr):
 
 
 @gluon_jit
-def decode_load(x_codes, w_codes, x_scales, ring, M, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
-                FEATURES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr):
-    """The loader: STEP blocks of K a stage. X fills the first rows of its part; below M, the others are noise."""
-    x_ring, w_ring, s_ring, full, empty = ring
-    BYTES: tl.constexpr = STEP * (x_codes.block_type.nbytes + w_codes.block_type.nbytes + x_scales.block_type.nbytes)
+def decode_load(x_codes, w_codes, x_scales, ring, tiles, M, K: gl.constexpr):
+    """The loader. A block of X fills the first rows of its place in the ring; the others, beyond M, are noise."""
+    x_ring, w_ring, scale_ring, full, empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    STEP: gl.constexpr = x_ring.shape[0] // STAGES
+    BYTES: gl.constexpr = x_codes.block_type.nbytes + w_codes.block_type.nbytes + x_scales.block_type.nbytes
     i = 0
-    for tile in range(gl.program_id(0), decode_tiles(M, N, TOKENS, FEATURES), gl.num_programs(0)):
-        m0, n0 = decode_place(tile, M, TOKENS, FEATURES)
-        for first in range(0, (K + 127) // 128, STEP):
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        m0, n0 = decode_place(tile, M, x_ring.shape[1], w_ring.shape[1])
+        for block in range(0, (K + 127) // 128, STEP):
             stage = i % STAGES
             hopper.mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
             ready = full.index(stage)
-            hopper.mbarrier.expect(ready, BYTES)
+            hopper.mbarrier.expect(ready, STEP * BYTES)
             for j in gl.static_range(STEP):
-                tma_load(w_codes, [n0, (first + j) * 128], ready, w_ring.index(stage * STEP + j))
+                tma_load(w_codes, [n0, (block + j) * 128], ready, w_ring.index(stage * STEP + j))
             for j in gl.static_range(STEP):
-                x_rows = x_ring.index(stage * STEP + j).slice(0, x_codes.block_shape[0])
-                tma_load(x_codes, [m0, (first + j) * 128], ready, x_rows)
-                tma_load(x_scales, [first + j, m0], ready, s_ring.index(stage * STEP + j))
+                x = x_ring.index(stage * STEP + j).slice(0, x_codes.block_shape[0])
+                tma_load(x_codes, [m0, (block + j) * 128], ready, x)
+                tma_load(x_scales, [block + j, m0], ready, scale_ring.index(stage * STEP + j))
             i += 1
 
 
 @gluon_jit
-def decode_w_scales(w_scales, first, K: tl.constexpr, W_SCALE_K: tl.constexpr, STEP: tl.constexpr):
-    """The scales of STEP blocks of W. Beyond K, where codes are loaded as zeros, 0: adds +0 to any total."""
+def decode_w_scales(w_scales, block, K: gl.constexpr, W_SCALE_K: gl.constexpr, STEP: gl.constexpr):
+    """The scales of STEP blocks of W, 0 beyond K: there codes are loaded as zeros, and add 0 to a total."""
     scales = ()
     for j in gl.static_range(STEP):
-        scales += (gl.load(w_scales + (first + j) * W_SCALE_K, mask=(first + j) * 128 < K, other=0),)
+        scales += (gl.load(w_scales + (block + j) * W_SCALE_K, mask=(block + j) * 128 < K, other=0),)
     return scales
 
 
 @gluon_jit
-def decode_multiply(part: tl.constexpr, ring, w_scales, bias, y, M, N: tl.constexpr, K: tl.constexpr,
-                    W_SCALE_N: tl.constexpr, W_SCALE_K: tl.constexpr, TOKENS: tl.constexpr,
-                    FEATURES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr):
+def decode_multiply(part: gl.constexpr, ring, w_scales, bias, y, tiles, M, N: gl.constexpr, K: gl.constexpr,
+                    W_SCALE_N: gl.constexpr, W_SCALE_K: gl.constexpr):
     """A consumer: tokens 64 part .. 64 part + 63 of tile after tile."""
-    x_ring, w_ring, s_ring, full, empty = ring
-    layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, FEATURES, 32])
-    # Of the result a thread stores 8 neighbours in a row, 16 bytes of BF16.
-    lines: tl.constexpr = gl.BlockedLayout([1, 8], [256 // FEATURES, FEATURES // 8], [4, 1], [1, 0])
+    x_ring, w_ring, scale_ring, full, empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    STEP: gl.constexpr = x_ring.shape[0] // STAGES
+    FEATURES: gl.constexpr = w_ring.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1],
+                                                     instr_shape=[16, FEATURES, 32])
+    # Of the result a thread stores eight neighbours of a row, 16 bytes in BF16.
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [256 // FEATURES, FEATURES // 8], [4, 1], [1, 0])
     zeros = gl.zeros((64, FEATURES), gl.float32, layout)
     i = 0
-    for tile in range(gl.program_id(0), decode_tiles(M, N, TOKENS, FEATURES), gl.num_programs(0)):
-        m0, n0 = decode_place(tile, M, TOKENS, FEATURES)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        m0, n0 = decode_place(tile, M, x_ring.shape[1], FEATURES)
         w_line = w_scales + n0 // 128 * W_SCALE_N
         w_scale = decode_w_scales(w_line, 0, K, W_SCALE_K, STEP)
         total = zeros
-        for first in range(0, (K + 127) // 128, STEP):
+        for block in range(0, (K + 127) // 128, STEP):
             stage = i % STAGES
             hopper.mbarrier.wait(full.index(stage), i // STAGES & 1)
             products, scales = (), ()
-            for j in gl.static_range(STEP):  # all at once: the first is promoted while the others still run
-                x, w = x_ring.index(stage * STEP + j).slice(64 * part, 64), w_ring.index(stage * STEP + j)
-                products += (hopper.warpgroup_mma(x, w.permute((1, 0)), zeros, use_acc=False, is_async=True),)
-                x_scale = s_ring.index(stage * STEP + j).slice(64 * part, 64, 1)
-                scales += (x_scale.permute((1, 0)).load(layout) * w_scale[j],)
-            w_scale = decode_w_scales(w_line, first + STEP, K, W_SCALE_K, STEP)
+            for j in gl.static_range(STEP):  # all started at once: while one is promoted, the next ones run
+                at = stage * STEP + j
+                x, w = x_ring.index(at).slice(64 * part, 64), w_ring.index(at).permute((1, 0))
+                products += (hopper.warpgroup_mma(x, w, zeros, use_acc=False, is_async=True),)
+                x_scale = scale_ring.index(at).slice(64 * part, 64, 1).permute((1, 0)).load(layout)
+                scales += (x_scale * w_scale[j],)
+            w_scale = decode_w_scales(w_line, block + STEP, K, W_SCALE_K, STEP)
             for j in gl.static_range(STEP):
                 product = hopper.warpgroup_mma_wait(STEP - 1 - j, deps=(products[j],))
                 scale, product = gl.broadcast(scales[j], product)
@@ -795,45 +802,45 @@ def decode_multiply(part: tl.constexpr, ring, w_scales, bias, y, M, N: tl.conste
         if bias is not None:
             n = n0 + gl.arange(0, FEATURES, gl.SliceLayout(0, layout))
             total += gl.load(bias + n, mask=n < N, other=0).to(gl.float32)[None, :]
-        out = gl.convert_layout(total.to(y.dtype.element_ty), lines)
         m = m0 + 64 * part + gl.arange(0, 64, gl.SliceLayout(1, lines))
         n = n0 + gl.arange(0, FEATURES, gl.SliceLayout(0, lines))
-        at = y + m[:, None].to(gl.int64) * N + n[None, :]
-        gl.store(at, out, mask=(m[:, None] < M) & (n[None, :] < N))
+        at, mask = y + m[:, None].to(gl.int64) * N + n[None, :], (m[:, None] < M) & (n[None, :] < N)
+        gl.store(at, gl.convert_layout(total.to(y.dtype.element_ty), lines), mask=mask)
 
 
 @gluon_jit(do_not_specialize=["M"])
-def decode_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, N: tl.constexpr, K: tl.constexpr,
-                  W_SCALE_N: tl.constexpr, W_SCALE_K: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
-                  STEP: tl.constexpr, STAGES: tl.constexpr):
-    """Y = X W^T + bias as in fprop_kernel."""
+def decode_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, N: gl.constexpr, K: gl.constexpr,
+                  W_SCALE_N: gl.constexpr, W_SCALE_K: gl.constexpr, TOKENS: gl.constexpr,
+                  FEATURES: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr):
+    """Y = X W^T + bias as in fprop_kernel; STAGES stages with STEP blocks of K each."""
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * STEP, TOKENS, 128], x_codes.layout)
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * STEP, FEATURES, 128], w_codes.layout)
-    s_ring = gl.allocate_shared_memory(gl.float32, [STAGES * STEP, 1, TOKENS], x_scales.layout)
+    scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES * STEP, 1, TOKENS], x_scales.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(i), count=1)
         hopper.mbarrier.init(empty.index(i), count=TOKENS // 64)
     hopper.fence_async_shared()
-    ring = x_ring, w_ring, s_ring, full, empty
+    ring = x_ring, w_ring, scale_ring, full, empty
+    tiles = (M + TOKENS - 1) // TOKENS * ((N + FEATURES - 1) // FEATURES)
     if TOKENS == 64:
         gl.warp_specialize([
-            (decode_multiply, (0, ring, w_scales, bias, y, M, N, K, W_SCALE_N, W_SCALE_K, TOKENS, FEATURES, STEP, STAGES)),
-            (decode_load, (x_codes, w_codes, x_scales, ring, M, N, K, TOKENS, FEATURES, STEP, STAGES)),
+            (decode_multiply, (0, ring, w_scales, bias, y, tiles, M, N, K, W_SCALE_N, W_SCALE_K)),
+            (decode_load, (x_codes, w_codes, x_scales, ring, tiles, M, K)),
         ], [1], [24])
     else:
         gl.warp_specialize([
-            (decode_multiply, (0, ring, w_scales, bias, y, M, N, K, W_SCALE_N, W_SCALE_K, TOKENS, FEATURES, STEP, STAGES)),
-            (decode_multiply, (1, ring, w_scales, bias, y, M, N, K, W_SCALE_N, W_SCALE_K, TOKENS, FEATURES, STEP, STAGES)),
-            (decode_load, (x_codes, w_codes, x_scales, ring, M, N, K, TOKENS, FEATURES, STEP, STAGES)),
+            (decode_multiply, (0, ring, w_scales, bias, y, tiles, M, N, K, W_SCALE_N, W_SCALE_K)),
+            (decode_multiply, (1, ring, w_scales, bias, y, tiles, M, N, K, W_SCALE_N, W_SCALE_K)),
+            (decode_load, (x_codes, w_codes, x_scales, ring, tiles, M, K)),
         ], [4, 1], [240, 24])
 
 
 def decode_product(x_codes, x_scales, w_codes, w_scales, bias, y, tile):
-    """Launch decode_kernel."""
+    """Launch decode_kernel with one of DECODE_TILES."""
     (M, N), K, (tokens, features), (step, stages, _) = y.shape, w_codes.shape[1], tile, DECODE_TILES[tile]
-    rows = min(tokens, max(8, triton.next_power_of_2(M)))  # of X: no zeros to fill in where M is a power of 2
+    rows = min(tokens, max(8, triton.next_power_of_2(M)))  # of X to load: few of them zeros
     codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     launch(decode_kernel, min(cdiv(M, tokens) * cdiv(N, features), multiprocessors(y.device)),
@@ -845,19 +852,19 @@ def decode_product(x_codes, x_scales, w_codes, w_scales, bias, y, tile):
 
 
 def fprop_tile(M, N, device):
-    """The kernel and its tile. Any choice gives the same bits, this one is for speed.
+    """The kernel and its tile: HOPPER, one of DECODE_TILES, or (tokens, features, swap, warps, stages) of
+    fprop_kernel. Any choice gives the same bits, this one is for speed.
 
-    On Hopper: HOPPER or one of DECODE_TILES, whichever takes the least time if each multiprocessor computes one
-    tile after another. Elsewhere (tokens, features, swap, warps, stages) of fprop_kernel. Decode is bound by
-    reading W: narrow tiles of tokens waste no work, 64 features a program make many programs, and a deep pipeline
-    keeps many loads in flight. With many tokens the square tile reuses most.
+    On a Hopper GPU, the one that is through first if every multiprocessor takes one tile after another. For
+    fprop_kernel: decode is bound by reading W. Narrow tiles of tokens waste no work, 64 features a program make
+    many programs, and a deep pipeline keeps many loads in flight. With many tokens the square tile reuses most.
     """
     processors = multiprocessors(device)
     if processors:
         rounds = lambda tokens, features: cdiv(cdiv(M, tokens) * cdiv(N, features), processors)
-        time = {tile: rounds(*tile) * block for tile, (_, _, block) in DECODE_TILES.items()}
-        time[HOPPER] = rounds(256, 128) * 560
-        return min(time, key=time.get)
+        times = {tile: rounds(*tile) * time for tile, (_, _, time) in DECODE_TILES.items()}
+        times[HOPPER] = rounds(256, 128) * HOPPER_TIME
+        return min(times, key=times.get)
     if M <= 128:
         tokens = max(16, min(64, triton.next_power_of_2(M)))
         return tokens, 64, True, 4, 8 if tokens < 64 else 6
