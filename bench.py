@@ -223,11 +223,6 @@ def allowed(library, call):
         return None
 
 
-def attempt(library, *args, **options):
-    """The median of measure(), or None where a library refuses."""
-    return allowed(library, lambda: measure(*args, **options)[0])
-
-
 def over(theirs, ours):
     return None if theirs is None else theirs / ours
 
@@ -444,12 +439,19 @@ def deepgemm(a, scale_a, b, scale_b, blocks):
     return lambda: (deep_gemm().fp8_gemm_nt(left, right, out, **options), out)[1]
 
 
+def plain_tile(M):
+    """The fastest tile of the plain kernel for M tokens: a few of them are narrow, and features the rows."""
+    if M > 128:
+        return 128, 128, False, 8, 4
+    return (16, 64, True, 4, 8) if M <= 16 else (32, 64, True, 4, 8) if M <= 32 else (64, 64, True, 4, 6)
+
+
 def row_calls(x, w, codes, scales):
     """x w^T -> {who: call}; w (N, K) is given in BF16 and as codes. None: not to be had."""
     q, s = fp8.quantize_rows(x)
-    tile, few = fp8.fprop_tile(len(x)), len(x) <= 256
+    few = len(x) <= 256
     return {"ours": lambda: fp8.fprop(q, s, codes, scales),
-            "plain": lambda: fp8.fprop(q, s, codes, scales, tile=tile),
+            "plain": lambda: fp8.fprop(q, s, codes, scales, tile=plain_tile(len(x))),
             "bf16": lambda: torch.mm(x, w.t()),
             "cublaslt": None if few else cublaslt(q, s, codes, scales, True),    # for a few rows behind BF16
             "deepgemm": deepgemm(q, s, codes, scales, True)}
@@ -470,7 +472,9 @@ def wgrad_calls(M, N, K):
     """Ours and DeepGEMM add to an FP32 gradient (8 bytes an element move), cuBLAS writes BF16 (2 bytes)."""
     dy, x, out = randn(M, N), randn(M, K), torch.zeros(N, K, device="cuda")
     (dc, ds), (xc, xs) = fp8.quantize_cols(dy), fp8.quantize_cols(x)
+    plain = torch.zeros_like(out)
     return {"ours": lambda: (fp8.wgrad(dc, ds, xc, xs, out), out)[1],
+            "plain": lambda: (fp8.wgrad(dc, ds, xc, xs, plain, tile=(8, 4)), plain)[1],
             "bf16": lambda: torch.mm(dy.t(), x),
             "cublaslt": cublaslt(dc, ds, xc, xs, False),
             "deepgemm": deepgemm(dc, ds, xc, xs, False)}
@@ -518,7 +522,7 @@ def gemm(rows, quick):
 
     def compile_one(case, M, N, K):
         calls = PRODUCTS[case](M, N, K)
-        calls["ours"](), calls.get("plain", calls["ours"])()
+        calls["ours"](), calls["plain"]()
     compile_ahead([functools.partial(compile_one, case, *shape) for case, _, *shape in shapes])
     for case, layer, M, N, K in shapes:
         gemm_row(table, case, f"{layer} M{M} N{N} K{K}", M, N, K)
@@ -747,28 +751,39 @@ def attention_rows(table, S, T, H, G, D):
     batched = [x.detach().view(T // S, S, -1, D).requires_grad_() for x in (q, k, v)]
     packing, do = pack([S] * (T // S), q.device), randn(T, H, D)
     where = f"{T // S} x {S}, heads {H}/{G} x {D}"
-    ours, flash = attention(q, k, v, packing), sdpa(*batched, SDPBackend.FLASH_ATTENTION)
-    gradient = lambda o, inputs: torch.autograd.grad(o, inputs, do.view(o.shape), retain_graph=True)
-    check_close(f"attention {where}", ours, flash.reshape(T, H, D), 0.02)
-    for mine, theirs in zip(gradient(ours, (q, k, v)), gradient(flash, batched)):
-        check_close(f"attention backward {where}", mine, theirs.reshape(mine.shape), 0.02)
+    run = {"ours": lambda: attention(q, k, v, packing),
+           "sdpa": lambda: sdpa(*batched, SDPBackend.FLASH_ATTENTION),
+           "cudnn": lambda: sdpa(*batched, SDPBackend.CUDNN_ATTENTION)}
+    outputs = {"ours": run["ours"]()}
+
+    def gradient(name):
+        o = outputs[name]
+        inputs = (q, k, v) if name == "ours" else batched
+        return torch.autograd.grad(o, inputs, do.view(o.shape), retain_graph=True)
+
+    def ordered():
+        with deterministic():
+            return gradient("sdpa")
+
+    for name in ("sdpa", "cudnn"):
+        outputs[name] = allowed(name, run[name])
+        if outputs[name] is None:
+            del outputs[name]
+            continue
+        for mine, theirs in zip((outputs["ours"], *gradient("ours")), (outputs[name], *gradient(name))):
+            check_close(f"attention {where}: {name}", theirs.reshape(mine.shape), mine, 0.02)
 
     with torch.no_grad():
-        forward, spread = measure([lambda: attention(q, k, v, packing)])
-        theirs = attempt("flash attention", [lambda: sdpa(*batched, SDPBackend.FLASH_ATTENTION)])
-        cudnn = attempt("cuDNN attention", [lambda: sdpa(*batched, SDPBackend.CUDNN_ATTENTION)])
+        forward = compare({name: [run[name]] for name in outputs})
+    backward = {name: [functools.partial(gradient, name)] for name in outputs}
+    if "sdpa" in outputs:
+        backward["sdpa_deterministic"] = [ordered]
     flops = 2 * T * S * H * D                # two products of T x S/2 scores: the causal half
-    table.add("forward", where, us=forward, tflops=flops / forward / 1e6,
-              of_limit=flops / BF16_PEAK * 1e6 / forward, x_sdpa=over(theirs, forward),
-              x_cudnn=over(cudnn, forward), spread=spread)
-
-    backward, spread = measure([lambda: gradient(ours, (q, k, v))], graph=False)
-    theirs = attempt("flash attention, backward", [lambda: gradient(flash, batched)], graph=False)
-    with deterministic():
-        ordered = attempt("deterministic flash attention", [lambda: gradient(flash, batched)], graph=False)
-    table.add("backward", where, us=backward, tflops=2.5 * flops / backward / 1e6,
-              of_limit=2.5 * flops / BF16_PEAK * 1e6 / backward, x_sdpa=over(theirs, backward),
-              x_sdpa_deterministic=over(ordered, backward), spread=spread)
+    for case, times, work in ("forward", forward, 1), ("backward", compare(backward, graph=False), 2.5):
+        us, spread = times.pop("ours")
+        table.add(case, where, us=us, tflops=work * flops / us / 1e6,
+                  of_limit=work * flops / BF16_PEAK * 1e6 / us, spread=spread,
+                  **{f"x_{name}": t / us for name, (t, _) in times.items()})
 
 
 def paged_row(table, B, length, H, G, D, fp8_kv=False):
@@ -820,16 +835,16 @@ def head_rows(table, T, C, V):
     ours = lambda: token_logprobs(hidden, weight, targets, inv_temp)
     check_close(f"log-probs {where}", ours(), chunked_cross_entropy(hidden, w, targets, False), 0.01)
     flops = 2 * T * C * V
+    theirs = lambda backward: [lambda: chunked_cross_entropy(hidden, w, targets, backward)]
     with torch.no_grad():
-        us, spread = measure([ours])
-        theirs = measure([lambda: chunked_cross_entropy(hidden, w, targets, False)])[0]
-    table.add("forward", where, us=us, tflops=flops / us / 1e6, of_limit=flops / BF16_PEAK * 1e6 / us,
-              x_torch=theirs / us, spread=spread)
+        forward = compare({"ours": [ours], "torch": theirs(False)})
     # Ours forms the logits twice, theirs once: the operations counted are the three products that are needed.
-    us, spread = measure([lambda: torch.autograd.grad(ours(), hidden, grad)], graph=False)
-    theirs = measure([lambda: chunked_cross_entropy(hidden, w, targets, True)], graph=False)[0]
-    table.add("forward+backward", where, us=us, tflops=3 * flops / us / 1e6,
-              of_limit=3 * flops / BF16_PEAK * 1e6 / us, x_torch=theirs / us, spread=spread)
+    step = compare({"ours": [lambda: torch.autograd.grad(ours(), hidden, grad)], "torch": theirs(True)}, False)
+    for case, times, products in ("forward", forward, 1), ("forward+backward", step, 3):
+        us, spread = times["ours"]
+        table.add(case, where, us=us, tflops=products * flops / us / 1e6,
+                  of_limit=products * flops / BF16_PEAK * 1e6 / us, x_torch=times["torch"][0] / us,
+                  spread=spread)
     noise, seed = torch.ones(1, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
     for B in (64, 256):
         x, keys = hidden[:B].detach(), torch.arange(B, device="cuda")

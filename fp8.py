@@ -52,6 +52,8 @@ The file goes topic by topic, in one order: torch reference (the specification, 
 Triton kernel, wrapper that picks one of the two. Autograd joins the topics near the end.
 """
 
+import functools
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -482,18 +484,389 @@ def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.
     offsets, mask = n[:, None].to(tl.int64) * K + k, (n[:, None] < N) & (k < K)
     tl.store(out + offsets, tl.load(out + offsets, mask=mask) + total, mask=mask)
 
+# On Hopper, and for many rows, both products have a faster kernel, with the bits of the two above, which remain
+# the ones to read. Plain Triton runs the same code in all warps of a program. Here they have roles:
+#
+#   loader, one warp             lets the TMA unit fill a ring of stages in shared memory, a tile's block of K
+#                                each, and runs ahead as far as the ring is long
+#   two consumers, 4 warps each  multiply and promote; while one promotes, the tensor core works for the other
+#
+# Two barriers a stage say whether it is full, and whether both consumers are done with it. A program stays on
+# its SM and takes one tile after another, so the ring never runs dry between tiles. Tiles are 256x128, which
+# takes the fewest loads of those that fit: a consumer has 128 rows, in two halves, and a thread holds 64 values
+# of each half's total and 64 of the product in flight, 192 registers of the 232 that it can have.
 
-def fprop_tile(M):
-    """(tokens, features, swap, warps, stages) for M tokens: any choice gives the same bits, this one is for
-    speed.
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+    # The name that triton 3.9 gives to it, and the one before.
+    tma_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+except ImportError:  # no triton, or one without Gluon
+    gluon, gl = None, tl
 
-    Decode is bound by reading W. Narrow tiles of tokens waste no work, 64 features a program make many
-    programs, and a deep pipeline keeps many loads in flight. With many tokens the square tile reuses most.
+STAGES = gl.constexpr(4)  # of 48 KB, in 227 KB of shared memory
+HOPPER = "hopper"  # as the `tile` of a product: use this kernel
+
+
+def gluon_jit(fn=None, **options):
+    """gluon.jit, or the identity where there is no Gluon (the kernel is then never called)."""
+    if gluon is None:
+        return fn if fn is not None else (lambda f: f)
+    return gluon.jit(fn, **options)
+
+
+@gluon_jit
+def tile_place(tile, m_tiles, n_tiles: gl.constexpr):
+    """Row and column of a tile, counted in tiles; ordered as in fprop_kernel."""
+    group = tile // (8 * n_tiles) * 8
+    height = min(m_tiles - group, 8)
+    inside = tile % (8 * n_tiles)
+    return group + inside % height, inside // height
+
+
+@gluon_jit
+def next_stage(stage, phase):
+    """The stage of the ring after `stage`, and its barriers' phase, which flips with every round."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), phase ^ last.to(gl.int32)
+
+
+@gluon_jit
+def load_tiles(a_codes, b_codes, a_scales, b_scales, ring, m_tiles, n_tiles: gl.constexpr, blocks,
+               WGRAD: gl.constexpr, TURNED: gl.constexpr):
+    """The loader: block after block of tile after tile, as stages of the ring become empty."""
+    a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty = ring
+    BYTES: gl.constexpr = (256 + 128) * 128 + (256 + (128 if WGRAD else 32)) * 4
+    stage, phase = 0, 0
+    for tile in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
+        m, n = tile_place(tile, m_tiles, n_tiles)
+        for block in range(blocks):
+            hopper.mbarrier.wait(empty.index(stage), phase ^ 1)  # the phase before the first counts as over
+            ready = full.index(stage)
+            hopper.mbarrier.expect(ready, BYTES)
+            tma_load(a_codes, [m * 256, block * 128], ready, a_ring.index(stage))
+            tma_load(b_codes, [n * 128, block * 128], ready, b_ring.index(stage))
+            tma_load(a_scales, [block, m * 256], ready, a_scale_ring.index(stage))
+            # TMA reads from 16 bytes on: of four scales of 128x128 blocks, one is ours.
+            if WGRAD:
+                tma_load(b_scales, [block, n * 128], ready, b_scale_ring.index(stage))
+            elif TURNED:
+                tma_load(b_scales, [block, n // 4 * 4], ready, b_scale_ring.index(stage))
+            else:
+                tma_load(b_scales, [n, block // 4 * 4], ready, b_scale_ring.index(stage))
+            stage, phase = next_stage(stage, phase)
+
+
+@gluon_jit
+def start_product(a, b, d):
+    """d = a b^T, FP32 (64, 128), of codes (64, 128) and (128, 128) in shared memory: started, not awaited."""
+    return hopper.warpgroup_mma(a, b.permute((1, 0)), d, use_acc=False, is_async=True)
+
+
+@gluon_jit
+def promote(d, scales, total):
+    """-> d, total + d * scales, for a finished product d.
+
+    The empty instruction makes d depend on the sum, so that the next product can have d's registers. Without it
+    the compiler finds that product 64 others, which there are not: they spill.
     """
+    total = gl.fma(d, scales, total)
+    d = gl.inline_asm_elementwise("// $0 $1 $2", "=f,0,f", [d, total], dtype=gl.float32, is_pure=True, pack=1)
+    return d, total
+
+
+@gluon_jit
+def store_half(total, out, bias, m0, n0, M, N: gl.constexpr, WGRAD: gl.constexpr):
+    """Rows m0 .. m0 + 63 and columns n0 .. n0 + 127 of the result; adds to them for WGrad."""
+    # The layout of a product: two neighbours of a row a thread, which is enough for FP32. For BF16, eight.
+    layout: gl.constexpr = total.type.layout if WGRAD else gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 128])
+    m = m0 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    n = n0 + gl.arange(0, 128, gl.SliceLayout(0, layout))
+    at, mask = out + m[:, None].to(gl.int64) * N + n[None, :], (m[:, None] < M) & (n[None, :] < N)
+    if WGRAD:
+        total = gl.load(at, mask=mask) + total
+    else:
+        if bias is not None:
+            column = n0 + gl.arange(0, 128, gl.SliceLayout(0, total.type.layout))
+            total += gl.load(bias + column, mask=column < N, other=0).to(gl.float32)[None, :]
+        total = gl.convert_layout(total.to(out.dtype.element_ty), layout)
+    gl.store(at, total, mask=mask)
+
+
+@gluon_jit
+def multiply_tiles(part: gl.constexpr, ring, bias, out, M, m_tiles, n_tiles: gl.constexpr, blocks,
+                   N: gl.constexpr, WGRAD: gl.constexpr, TURNED: gl.constexpr):
+    """A consumer: rows 128 part .. 128 part + 127 of tile after tile.
+
+    Whatever can wait, or be done ahead, is done while one of its products runs: releasing the last stage,
+    reading scales, waiting for the next stage. Between two products there are 64 instructions, the promotion.
+    """
+    a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty = ring
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    four: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    d = gl.zeros((64, 128), gl.float32, layout)
+    stage, phase, previous = 0, 0, 0
+    for tile in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
+        m, n = tile_place(tile, m_tiles, n_tiles)
+        upper, lower = gl.zeros((64, 128), gl.float32, layout), gl.zeros((64, 128), gl.float32, layout)
+        hopper.mbarrier.wait(full.index(stage), phase)
+        for block in range(blocks):
+            a, b = a_ring.index(stage).slice(part * 128, 128), b_ring.index(stage)
+            d = start_product(a.slice(0, 64), b, d)
+            # All that was read from the stage before has been used by now, the scales too.
+            hopper.mbarrier.arrive(empty.index(previous), pred=block > 0)
+            a_scales = a_scale_ring.index(stage).reshape([256]).slice(part * 128, 128)
+            s_upper, s_lower = a_scales.slice(0, 64).load(rows), a_scales.slice(64, 64).load(rows)
+            if WGRAD:
+                s = b_scale_ring.index(stage).reshape([128])
+            else:
+                b_scales = b_scale_ring.index(stage).reshape([32]).slice(0, 4).load(four)
+                ours = gl.arange(0, 4, four) == (n if TURNED else block) % 4
+                s = gl.sum(gl.where(ours, b_scales, 0.0), 0)
+                s_upper, s_lower = s_upper * s, s_lower * s
+            d = hopper.warpgroup_mma_wait(0, deps=(d,))
+            scales = s_upper[:, None] * s.load(columns)[None, :] if WGRAD else s_upper[:, None]
+            d, upper = promote(d, scales, upper)
+            d = start_product(a.slice(64, 64), b, d)
+            previous = stage
+            stage, phase = next_stage(stage, phase)
+            hopper.mbarrier.wait(full.index(stage), phase, pred=block + 1 < blocks)
+            d = hopper.warpgroup_mma_wait(0, deps=(d,))
+            scales = s_lower[:, None] * s.load(columns)[None, :] if WGRAD else s_lower[:, None]
+            d, lower = promote(d, scales, lower)
+        hopper.mbarrier.arrive(empty.index(previous))
+        store_half(upper, out, bias, m * 256 + part * 128, n * 128, M, N, WGRAD)
+        store_half(lower, out, bias, m * 256 + part * 128 + 64, n * 128, M, N, WGRAD)
+
+
+@gluon_jit(do_not_specialize=["M", "blocks"])
+def product_kernel(a_codes, b_codes, a_scales, b_scales, bias, out, M, blocks, N: gl.constexpr,
+                   WGRAD: gl.constexpr, TURNED: gl.constexpr):
+    """out (M, N) = a b^T + bias as in fprop_kernel, a being X and b W, or out += a b^T as in wgrad_kernel.
+
+    TURNED: b_scales are (K/128, N/128) instead of (N/128, K/128), as DGrad has them.
+    """
+    codes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    scales: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    a_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 256, 128], codes)
+    b_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], codes)
+    a_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 256], scales)
+    b_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128 if WGRAD else 32], scales)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(i), count=1)
+        hopper.mbarrier.init(empty.index(i), count=2)
+    hopper.fence_async_shared()
+    ring = a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty
+    m_tiles = (M + 255) // 256
+    n_tiles: gl.constexpr = (N + 127) // 128
+    gl.warp_specialize([
+        (multiply_tiles, (0, ring, bias, out, M, m_tiles, n_tiles, blocks, N, WGRAD, TURNED)),
+        (multiply_tiles, (1, ring, bias, out, M, m_tiles, n_tiles, blocks, N, WGRAD, TURNED)),
+        (load_tiles, (a_codes, b_codes, a_scales, b_scales, ring, m_tiles, n_tiles, blocks, WGRAD, TURNED)),
+    ], [4, 1], [240, 24])
+
+
+def product_hopper(a_codes, a_scales, b_codes, b_scales, bias, out, wgrad):
+    """Launch product_kernel; b_scales (N/128, K/128), or (K/128, N) for WGrad."""
+    M, N, blocks = a_codes.shape[0], b_codes.shape[0], a_scales.shape[0]
+    turned = b_scales.stride(1) != 1
+    if turned:
+        b_scales = b_scales.t()
+    if b_scales.stride(1) != 1 or b_scales.stride(0) % 4:  # lines on 16 bytes, for TMA
+        b_scales = F.pad(b_scales, (0, -b_scales.shape[1] % 4)).contiguous()
+    codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    launch(product_kernel, min(cdiv(M, 256) * cdiv(N, BLOCK), multiprocessors(out.device)),
+           GluonDescriptor.from_tensor(a_codes, [256, BLOCK], codes),
+           GluonDescriptor.from_tensor(b_codes, [BLOCK, BLOCK], codes),
+           GluonDescriptor.from_tensor(a_scales, [1, 256], scales),
+           GluonDescriptor.from_tensor(b_scales, [1, BLOCK if wgrad else 32], scales),
+           bias, out, M, blocks, N, wgrad, turned, num_warps=4, maxnreg=168)
+
+
+@functools.cache
+def multiprocessors(device):
+    """How many the GPU has, if it is a Hopper and triton has Gluon; else 0."""
+    if gluon is None or INTERPRET or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# With few tokens, as in decode, reading W is the work, and a third kernel does it. The same roles, but narrow tiles:
+# they are many, so that each SM has some, and a stage holds several blocks of K, since the time between two stages
+# counts more than the products. Each 64 tokens of a tile have a consumer of their own.
+#
+#   (tokens, features): blocks of K a stage, stages (about 200 KB in all), time of a block of K (measured, in clocks
+#   or so: the bytes that pass into the SM, at 64 * 2 a clock, until the last tile, where the products count too)
+
+DECODE_TILES = {(64, 32): (4, 4, 96), (64, 64): (4, 3, 128), (64, 128): (2, 4, 192), (128, 128): (2, 3, 300)}
+
+
+@gluon_jit
+def decode_tiles(M, N: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr):
+    return (M + TOKENS - 1) // TOKENS * ((N + FEATURES - 1) // FEATURES)
+
+
+@gluon_jit
+def decode_place(tile, M, TOKENS: tl.constexpr, FEATURES: tl.constexpr):
+    """First token and first feature of a tile.
+
+    The last tile of a column reaches back into its neighbour instead of beyond M, where the TMA unit, which has
+    zeros to fill in, is slow. Both then write the same bits. Scales are read from a multiple of 4 on (16 bytes).
+    """
+    m_tiles = (M + TOKENS - 1) // TOKENS
+    m0 = gl.maximum(gl.minimum(tile % m_tiles * TOKENS, (M + 3) // 4 * 4 - TOKENS), 0)
+    return m0, tile // m_tiles * FEATURES
+
+
+@gluon_jit
+def decode_load(x_codes, w_codes, x_scales, ring, M, N: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
+                FEATURES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr):
+    """The loader: STEP blocks of K a stage. X fills the first rows of its part; below M, the others are noise."""
+    x_ring, w_ring, s_ring, full, empty = ring
+    BYTES: tl.constexpr = STEP * (x_codes.block_type.nbytes + w_codes.block_type.nbytes + x_scales.block_type.nbytes)
+    i = 0
+    for tile in range(gl.program_id(0), decode_tiles(M, N, TOKENS, FEATURES), gl.num_programs(0)):
+        m0, n0 = decode_place(tile, M, TOKENS, FEATURES)
+        for first in range(0, (K + 127) // 128, STEP):
+            stage = i % STAGES
+            hopper.mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+            ready = full.index(stage)
+            hopper.mbarrier.expect(ready, BYTES)
+            for j in gl.static_range(STEP):
+                tma_load(w_codes, [n0, (first + j) * 128], ready, w_ring.index(stage * STEP + j))
+            for j in gl.static_range(STEP):
+                x_rows = x_ring.index(stage * STEP + j).slice(0, x_codes.block_shape[0])
+                tma_load(x_codes, [m0, (first + j) * 128], ready, x_rows)
+                tma_load(x_scales, [first + j, m0], ready, s_ring.index(stage * STEP + j))
+            i += 1
+
+
+@gluon_jit
+def decode_w_scales(w_scales, first, K: tl.constexpr, W_SCALE_K: tl.constexpr, STEP: tl.constexpr):
+    """The scales of STEP blocks of W. Beyond K, where codes are loaded as zeros, 0: adds +0 to any total."""
+    scales = ()
+    for j in gl.static_range(STEP):
+        scales += (gl.load(w_scales + (first + j) * W_SCALE_K, mask=(first + j) * 128 < K, other=0),)
+    return scales
+
+
+@gluon_jit
+def decode_multiply(part: tl.constexpr, ring, w_scales, bias, y, M, N: tl.constexpr, K: tl.constexpr,
+                    W_SCALE_N: tl.constexpr, W_SCALE_K: tl.constexpr, TOKENS: tl.constexpr,
+                    FEATURES: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr):
+    """A consumer: tokens 64 part .. 64 part + 63 of tile after tile."""
+    x_ring, w_ring, s_ring, full, empty = ring
+    layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, FEATURES, 32])
+    # Of the result a thread stores 8 neighbours in a row, 16 bytes of BF16.
+    lines: tl.constexpr = gl.BlockedLayout([1, 8], [256 // FEATURES, FEATURES // 8], [4, 1], [1, 0])
+    zeros = gl.zeros((64, FEATURES), gl.float32, layout)
+    i = 0
+    for tile in range(gl.program_id(0), decode_tiles(M, N, TOKENS, FEATURES), gl.num_programs(0)):
+        m0, n0 = decode_place(tile, M, TOKENS, FEATURES)
+        w_line = w_scales + n0 // 128 * W_SCALE_N
+        w_scale = decode_w_scales(w_line, 0, K, W_SCALE_K, STEP)
+        total = zeros
+        for first in range(0, (K + 127) // 128, STEP):
+            stage = i % STAGES
+            hopper.mbarrier.wait(full.index(stage), i // STAGES & 1)
+            products, scales = (), ()
+            for j in gl.static_range(STEP):  # all at once: the first is promoted while the others still run
+                x, w = x_ring.index(stage * STEP + j).slice(64 * part, 64), w_ring.index(stage * STEP + j)
+                products += (hopper.warpgroup_mma(x, w.permute((1, 0)), zeros, use_acc=False, is_async=True),)
+                x_scale = s_ring.index(stage * STEP + j).slice(64 * part, 64, 1)
+                scales += (x_scale.permute((1, 0)).load(layout) * w_scale[j],)
+            w_scale = decode_w_scales(w_line, first + STEP, K, W_SCALE_K, STEP)
+            for j in gl.static_range(STEP):
+                product = hopper.warpgroup_mma_wait(STEP - 1 - j, deps=(products[j],))
+                scale, product = gl.broadcast(scales[j], product)
+                total = gl.fma(product, scale, total)
+            hopper.mbarrier.arrive(empty.index(stage))
+            i += 1
+        if bias is not None:
+            n = n0 + gl.arange(0, FEATURES, gl.SliceLayout(0, layout))
+            total += gl.load(bias + n, mask=n < N, other=0).to(gl.float32)[None, :]
+        out = gl.convert_layout(total.to(y.dtype.element_ty), lines)
+        m = m0 + 64 * part + gl.arange(0, 64, gl.SliceLayout(1, lines))
+        n = n0 + gl.arange(0, FEATURES, gl.SliceLayout(0, lines))
+        at = y + m[:, None].to(gl.int64) * N + n[None, :]
+        gl.store(at, out, mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+@gluon_jit(do_not_specialize=["M"])
+def decode_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, N: tl.constexpr, K: tl.constexpr,
+                  W_SCALE_N: tl.constexpr, W_SCALE_K: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+                  STEP: tl.constexpr, STAGES: tl.constexpr):
+    """Y = X W^T + bias as in fprop_kernel."""
+    x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * STEP, TOKENS, 128], x_codes.layout)
+    w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * STEP, FEATURES, 128], w_codes.layout)
+    s_ring = gl.allocate_shared_memory(gl.float32, [STAGES * STEP, 1, TOKENS], x_scales.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(i), count=1)
+        hopper.mbarrier.init(empty.index(i), count=TOKENS // 64)
+    hopper.fence_async_shared()
+    ring = x_ring, w_ring, s_ring, full, empty
+    if TOKENS == 64:
+        gl.warp_specialize([
+            (decode_multiply, (0, ring, w_scales, bias, y, M, N, K, W_SCALE_N, W_SCALE_K, TOKENS, FEATURES, STEP, STAGES)),
+            (decode_load, (x_codes, w_codes, x_scales, ring, M, N, K, TOKENS, FEATURES, STEP, STAGES)),
+        ], [1], [24])
+    else:
+        gl.warp_specialize([
+            (decode_multiply, (0, ring, w_scales, bias, y, M, N, K, W_SCALE_N, W_SCALE_K, TOKENS, FEATURES, STEP, STAGES)),
+            (decode_multiply, (1, ring, w_scales, bias, y, M, N, K, W_SCALE_N, W_SCALE_K, TOKENS, FEATURES, STEP, STAGES)),
+            (decode_load, (x_codes, w_codes, x_scales, ring, M, N, K, TOKENS, FEATURES, STEP, STAGES)),
+        ], [4, 1], [240, 24])
+
+
+def decode_product(x_codes, x_scales, w_codes, w_scales, bias, y, tile):
+    """Launch decode_kernel."""
+    (M, N), K, (tokens, features), (step, stages, _) = y.shape, w_codes.shape[1], tile, DECODE_TILES[tile]
+    rows = min(tokens, max(8, triton.next_power_of_2(M)))  # of X: no zeros to fill in where M is a power of 2
+    codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    launch(decode_kernel, min(cdiv(M, tokens) * cdiv(N, features), multiprocessors(y.device)),
+           GluonDescriptor.from_tensor(x_codes, [rows, BLOCK], codes),
+           GluonDescriptor.from_tensor(w_codes, [features, BLOCK], codes),
+           GluonDescriptor.from_tensor(x_scales, [1, tokens], scales),
+           w_scales, bias, y, M, N, K, *w_scales.stride(), tokens, features, step, stages,
+           num_warps=4, maxnreg=168)
+
+
+def fprop_tile(M, N, device):
+    """The kernel and its tile. Any choice gives the same bits, this one is for speed.
+
+    On Hopper: HOPPER or one of DECODE_TILES, whichever takes the least time if each multiprocessor computes one
+    tile after another. Elsewhere (tokens, features, swap, warps, stages) of fprop_kernel. Decode is bound by
+    reading W: narrow tiles of tokens waste no work, 64 features a program make many programs, and a deep pipeline
+    keeps many loads in flight. With many tokens the square tile reuses most.
+    """
+    processors = multiprocessors(device)
+    if processors:
+        rounds = lambda tokens, features: cdiv(cdiv(M, tokens) * cdiv(N, features), processors)
+        time = {tile: rounds(*tile) * block for tile, (_, _, block) in DECODE_TILES.items()}
+        time[HOPPER] = rounds(256, 128) * 560
+        return min(time, key=time.get)
     if M <= 128:
         tokens = max(16, min(64, triton.next_power_of_2(M)))
         return tokens, 64, True, 4, 8 if tokens < 64 else 6
     return 128, 128, False, 8, 4
+
+
+def fills_hopper(rows, columns, device):
+    """Whether product_kernel can run, and has tiles for half of the multiprocessors at least."""
+    return 0 < multiprocessors(device) <= 2 * cdiv(rows, 256) * cdiv(columns, BLOCK)
 
 
 def fprop(x_codes, x_scales, w_codes, w_scales, bias=None, dtype=torch.bfloat16, tile=None):
@@ -509,26 +882,40 @@ def fprop(x_codes, x_scales, w_codes, w_scales, bias=None, dtype=torch.bfloat16,
     y = torch.empty(M, N, dtype=dtype, device=x_codes.device)
     if M == 0:
         return y
-    tokens, features, swap, warps, stages = tile or fprop_tile(M)
-    launch(fprop_kernel, cdiv(M, tokens) * cdiv(N, features),
-           TensorDescriptor.from_tensor(x_codes, [tokens, BLOCK]),
-           TensorDescriptor.from_tensor(w_codes, [features, BLOCK]),
-           x_scales, w_scales, bias, y, M, x_scales.stride(0) // 4, N, K, *w_scales.stride(),
-           tokens, features, swap, num_warps=warps, num_stages=stages)
+    tile = tile or fprop_tile(M, N, y.device)
+    if tile == HOPPER:
+        product_hopper(x_codes, x_scales, w_codes, w_scales, bias, y, wgrad=False)
+    elif tile in DECODE_TILES:
+        decode_product(x_codes, x_scales, w_codes, w_scales, bias, y, tile)
+    else:
+        tokens, features, swap, warps, stages = tile
+        launch(fprop_kernel, cdiv(M, tokens) * cdiv(N, features),
+               TensorDescriptor.from_tensor(x_codes, [tokens, BLOCK]),
+               TensorDescriptor.from_tensor(w_codes, [features, BLOCK]),
+               x_scales, w_scales, bias, y, M, x_scales.stride(0) // 4, N, K, *w_scales.stride(),
+               tokens, features, swap, num_warps=warps, num_stages=stages)
     return y
 
 
-def wgrad(dyt_codes, dyt_scales, xt_codes, xt_scales, out):
-    """out (N, K) FP32 += dY^T X: codes (N, Mp) and (K, Mp), scales (Mp/128, N) and (Mp/128, K)."""
+def wgrad(dyt_codes, dyt_scales, xt_codes, xt_scales, out, tile=None):
+    """out (N, K) FP32 += dY^T X: codes (N, Mp) and (K, Mp), scales (Mp/128, N) and (Mp/128, K).
+
+    `tile`, for tests and benchmarks: HOPPER, or (warps, stages) of wgrad_kernel; the bits are the same.
+    """
     if not use_kernels(out):
         return wgrad_reference(dyt_codes, dyt_scales, xt_codes, xt_scales, out)
     (N, K), groups = out.shape, dyt_scales.shape[0]
-    if groups:
-        launch(wgrad_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK),
-               TensorDescriptor.from_tensor(dyt_codes, [BLOCK, BLOCK]),
-               TensorDescriptor.from_tensor(xt_codes, [BLOCK, BLOCK]),
-               dyt_scales, xt_scales, out, groups, N, K, dyt_scales.stride(0), xt_scales.stride(0),
-               num_warps=8, num_stages=4)
+    if not groups:
+        return
+    tile = tile or (HOPPER if fills_hopper(N, K, out.device) else (8, 4))
+    if tile == HOPPER:
+        return product_hopper(dyt_codes, dyt_scales, xt_codes, xt_scales, None, out, wgrad=True)
+    warps, stages = tile
+    launch(wgrad_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK),
+           TensorDescriptor.from_tensor(dyt_codes, [BLOCK, BLOCK]),
+           TensorDescriptor.from_tensor(xt_codes, [BLOCK, BLOCK]),
+           dyt_scales, xt_scales, out, groups, N, K, dyt_scales.stride(0), xt_scales.stride(0),
+           num_warps=warps, num_stages=stages)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -611,13 +998,13 @@ def sum_rows(x, out):
     if not use_kernels(x):
         out += x.float().sum(0)
         return
-    (M, C), x, chunk = x.shape, unit_stride(x), 512
-    while M > chunk:  # partial sums of 512 rows, side by side on the GPU, then the sum of those
+    (M, C), x, chunk = x.shape, unit_stride(x), 1024
+    while M > chunk:  # partial sums of 1,024 rows, side by side on the GPU, then the sum of those
         partial = torch.empty(cdiv(M, chunk), C, device=x.device)
         launch(sum_rows_kernel, cdiv(C, 32) * len(partial), x, partial, M, C, x.stride(0), chunk, False,
-               num_warps=16)
+               num_warps=8)
         x, M = partial, len(partial)
-    launch(sum_rows_kernel, cdiv(C, 32), x, out, M, C, x.stride(0), chunk, True, num_warps=16)
+    launch(sum_rows_kernel, cdiv(C, 32), x, out, M, C, x.stride(0), chunk, True, num_warps=8)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1184,7 +1571,7 @@ class AdamW:
         beta1, beta2 = self.betas
         launch(adamw_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK), *tensors, control, self.steps,
                None if w.data is p else w.data, w.codes, w.scales, beta1, beta2, 1 - beta1, 1 - beta2,
-               self.eps, decay, index, N, K, round_up(K, 16), 16, num_warps=8)
+               self.eps, decay, index, N, K, round_up(K, 16), 4 * p.element_size(), num_warps=8)
 
     def state(self):
         """Tensors for a checkpoint: master.NAME, m.NAME, v.NAME, step."""

@@ -1029,9 +1029,9 @@ class Packing:
     first row of the sequence where each is padded to whole tiles, N * rows in all). """
 
     def __init__(self, lengths, device):
-        # 64 rows are what four warps multiply at once. The CPU computes whole padded tiles, decode included:
-        # 16 waste less.
-        self.rows = 64 if device.type == "cuda" else 16
+        # 128 rows fill a Hopper tile (8 warps). The CPU computes whole padded tiles, decode included: 16
+        # waste less.
+        self.rows = 128 if device.type == "cuda" else 16
         starts = F.pad(lengths.cumsum(0), (1, 0))
         self.total, self.lengths = int(starts[-1]), lengths.tolist()
         sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -1283,8 +1283,8 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, eps, table, positions, H, G, f
         cache, slots = empty_cache(0, G, D, fp8_kv, k.dtype, k.device), positions.new_empty(0).long()
     tiles, warps = head_tiles(H, G, D)
     if T:
-        launch(qk_norm_rope_kernel, T * tiles, qkv.contiguous(), q_weight, k_weight, table, positions, q, k, v,
-               *pages_and_scales(cache), slots, cached, eps, H, G, D, HEADS, PAGE, num_warps=warps)
+        launch(qk_norm_rope_kernel, T * tiles, qkv.contiguous(), q_weight, k_weight, table, positions, q, k,
+               v, *pages_and_scales(cache), slots, cached, eps, H, G, D, HEADS, PAGE, num_warps=warps)
     return q, k, v
 
 
@@ -1366,9 +1366,9 @@ def attend_tiles_reference(q, positions, cache, page_table, lengths):
         scores = torch.bmm(q[n].view(-1, S, D), k.mT).view(-1, G, S, PAGE) * D ** -0.5
         scores = scores.masked_fill_(~((key <= positions[n]) & valid[:, :, None]), -torch.inf)
         new_top = torch.maximum(top[n], scores.amax(-1, keepdim=True))
-        p, fade = (scores - new_top).exp_(), (top[n] - new_top).exp()
+        p, fade = (scores - new_top).exp_().to(dtype).float(), (top[n] - new_top).exp()
         total[n] = total[n] * fade + p.sum(-1, keepdim=True)
-        product = torch.bmm(p.to(dtype).float().view(-1, S, PAGE), v).view(-1, G, S, D)
+        product = torch.bmm(p.view(-1, S, PAGE), v).view(-1, G, S, D)
         out[n], top[n] = out[n] * fade + product, new_top
     _, total, out = merge_reference(whole, (top, total, out))
     return (out / total.clamp(min=1e-30)).view(N, H, R, D)                # length 0: no key, zeros
@@ -1444,10 +1444,10 @@ def load_tile(tiles, i):
 
 
 @jit
-def no_keys(ROWS: tl.constexpr, D: tl.constexpr):
+def no_keys(ROWS: tl.constexpr, SUMS: tl.constexpr, D: tl.constexpr):
     """Where a softmax starts, in the units of softmax_step: top, total, acc."""
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, D), tl.float32)
+    return top, tl.zeros((ROWS, SUMS), tl.float32), tl.zeros((ROWS, D), tl.float32)
 
 
 @jit
@@ -1455,23 +1455,22 @@ def softmax_step(scores, v, top, total, acc, SCALE: tl.constexpr):
     """One page of keys: scores (rows, PAGE) FP32, unscaled, -inf where masked. The trainer's tile and the
     decode tile both call this.
 
-    In units of log2: top is the running maximum, total the sum of 2^(score - top), acc (rows, D) that sum
-    times v. """
+    In units of log2: top is the running maximum; with p = 2^(score - top), rounded, acc (rows, D) is the sum
+    of p times v, and total (rows, 16) that of p, 16 times over. A matrix product adds the p as well: it has
+    one order, however rows and keys are spread over warps, and a maximum has none. """
     new_top = tl.maximum(top, tl.max(scores, 1) * SCALE)
-    p = tl.exp2(tl.fma(scores, SCALE, -new_top[:, None]))
-    fade = tl.exp2(top - new_top)  # exactly 1 where the page changed nothing, 0 at the first page
-    total = tl.fma(total, fade, tl.sum(p, 1))
-    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
-    return new_top, total, acc
+    p = tl.exp2(tl.fma(scores, SCALE, -new_top[:, None])).to(v.dtype)
+    fade = tl.exp2(top - new_top)[:, None]  # exactly 1 where the page changed nothing, 0 at the first page
+    total = tl.dot(p, tl.full((scores.shape[1], 16), 1.0, v.dtype), total * fade)
+    return new_top, total, tl.dot(p, v, acc * fade)
 
 
 @jit
 def merge(top, total, acc, part_top, part_total, part_acc):
-    """Two softmaxes over different keys as one: top, total (rows,), acc (rows, D), as in softmax_step."""
+    """Two softmaxes over different keys as one: top (rows,), total (rows, 1), acc (rows, D)."""
     new_top = tl.maximum(top, part_top)
-    old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-    return (new_top, tl.fma(total, old, part_total * new),
-            tl.fma(acc, old[:, None], part_acc * new[:, None]))
+    old, new = tl.exp2(top - new_top)[:, None], tl.exp2(part_top - new_top)[:, None]
+    return new_top, tl.fma(total, old, part_total * new), tl.fma(acc, old, part_acc * new)
 
 
 @jit(do_not_specialize=["R"])
@@ -1493,9 +1492,9 @@ def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: 
     place = tl.arange(0, ROWS)[:, None] * (H * D) + tl.arange(0, D)[None, :]
     query = tl.load(q + at + place, mask=inside[:, None], other=0)
     end = tl.minimum(first + ROWS, length)
-    top, total, acc = no_keys(ROWS, D)
+    top, total, acc = no_keys(ROWS, 1, D)
     for chunk in range(0, end, SPLIT):
-        part_top, part_total, part_acc = no_keys(ROWS, D)
+        part_top, part_total, part_acc = no_keys(ROWS, 16, D)
         for begin in range(chunk, tl.minimum(chunk + SPLIT, end), PAGE):
             k = k_tiles.load([start + begin, h // (H // G) * D])
             v = v_tiles.load([start + begin, h // (H // G) * D])
@@ -1504,10 +1503,11 @@ def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: 
                 key = begin + tl.arange(0, PAGE)
                 scores = tl.where(key[None, :] <= row[:, None], scores, float("-inf"))
             part_top, part_total, part_acc = softmax_step(scores, v, part_top, part_total, part_acc, SCALE)
-        top, total, acc = merge(top, total, acc, part_top, part_total, part_acc)
-    acc = acc * tl.div_rn(1.0, total)[:, None]
+        top, total, acc = merge(top, total, acc, part_top, tl.max(part_total, 1)[:, None], part_acc)
+    acc = acc * tl.div_rn(1.0, total)
     tl.store(o + at + place, acc.to(o.dtype.element_ty), mask=inside[:, None])
-    tl.store(lse + h.to(tl.int64) * R + padded + row, tl.where(inside, top + tl.log2(total), float("inf")))
+    log_total = top + tl.log2(tl.max(total, 1))
+    tl.store(lse + h.to(tl.int64) * R + padded + row, tl.where(inside, log_total, float("inf")))
 
 
 @jit
@@ -1541,18 +1541,16 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
     """One program: the newest query of one sequence, all heads of one group, padded to 16 rows, over SPLIT of
     its keys. With one part it writes o (B, H, D), else its share of the sums, for the kernel below.
 
-    A softmax row must be summed within one warp, as in the trainer's tile: 16 rows over 2 or 4 warps, or 32
-    over 4, give other bits (1 ulp). The number of pages comes from the device: a CUDA graph serves every
-    length. Unused places of a page must be finite: they count 0 times.
+    The number of pages comes from the device: a CUDA graph serves every length. Unused places of a page must
+    be finite: they count 0 times.
     """
-    g, part = tl.program_id(0) % G, tl.program_id(0) // G % PARTS
-    b = (tl.program_id(0) // (G * PARTS)).to(tl.int64)
+    g, part, b = tl.program_id(0) % G, tl.program_id(0) // G % PARTS, tl.program_id(0) // (G * PARTS)
     length, i, place = tl.load(lengths + b), tl.arange(0, 16), tl.arange(0, PAGE)
     if part * SPLIT >= tl.maximum(length, 1):
         return
     used, row, d = i < H // G, b * H + g * (H // G) + i, tl.arange(0, D)[None, :]
     query = tl.load(q + row[:, None] * D + d, mask=used[:, None], other=0)
-    top, total, acc = no_keys(16, D)
+    top, total, acc = no_keys(16, 16, D)
     for begin in range(part * SPLIT, tl.minimum(length, part * SPLIT + SPLIT), PAGE):
         at = (tl.load(table + b * max_pages + begin // PAGE) * G + g) * PAGE
         valid = begin + place < length
@@ -1565,6 +1563,7 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
         if k_scales is not None:
             v = dequantize(v, tl.load(v_scales + at + place, mask=valid, other=0), query.dtype, INTERPRET)
         top, total, acc = softmax_step(scores, v, top, total, acc, SCALE)
+    total = tl.max(total, 1)
     if PARTS == 1:
         acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]    # an idle slot: 0, not 0/0
         tl.store(o + row[:, None] * D + d, acc.to(o.dtype.element_ty), mask=used[:, None])
@@ -1579,14 +1578,14 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
 def paged_merge_kernel(accs, tops, totals, lengths, o, H: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
                        PARTS: tl.constexpr):
     """One program: one head of one sequence, whose parts it merges in order, as the trainer does."""
-    row, one, d = tl.program_id(0).to(tl.int64), tl.arange(0, 1), tl.arange(0, D)[None, :]
+    row, one, d = tl.program_id(0), tl.arange(0, 1), tl.arange(0, D)[None, :]
     length = tl.load(lengths + row // H)
-    top, total, acc = no_keys(1, D)
+    top, total, acc = no_keys(1, 1, D)
     for part in range(tl.cdiv(length, SPLIT)):
         at = row * PARTS + part + one
         part_acc = tl.load(accs + at[:, None] * D + d)
-        top, total, acc = merge(top, total, acc, tl.load(tops + at), tl.load(totals + at), part_acc)
-    acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]
+        top, total, acc = merge(top, total, acc, tl.load(tops + at), tl.load(totals + at)[:, None], part_acc)
+    acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))
     tl.store(o + row * D + d, acc.to(o.dtype.element_ty))
 
 
@@ -1607,8 +1606,7 @@ def tiles_of(x, rows):
 
 
 def attention_forward(q, k, v, packing):
-    """-> o (T, H, D), and lse (H, R) on a GPU. Measured to give equal bits: 64 rows x 4 warps, 128 x 8 or 4,
-    16 x 1 (decode)."""
+    """-> o (T, H, D), and lse (H, R) on a GPU."""
     if not use_kernels(q):
         return attention_reference(q, k, v, packing), None
     (_, H, D), G, rows = q.shape, k.shape[1], packing.rows
@@ -1624,8 +1622,8 @@ def attention_forward(q, k, v, packing):
 @jit(do_not_specialize=["R"])
 def attention_dq_kernel(q, k_tiles, v_tiles, o, do, lse, delta, tiles, dq, R, H: tl.constexpr,
                         G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DQ_SCALE: tl.constexpr,
-                        ROWS: tl.constexpr):
-    """One program: ROWS queries of one head, over their keys, ROWS at a time: the forward pass's walk again.
+                        ROWS: tl.constexpr, STEP: tl.constexpr):
+    """One program: ROWS queries of one head, over their keys, STEP at a time: the forward pass's walk again.
     On the way, delta (H, R) = sum over D of do * o: what the softmax's gradient subtracts."""
     tile, h = tl.program_id(0) // H, tl.program_id(0) % H
     start, first, length, padded = load_tile(tiles, tile)
@@ -1640,12 +1638,13 @@ def attention_dq_kernel(q, k_tiles, v_tiles, o, do, lse, delta, tiles, dq, R, H:
     tl.store(delta + h.to(tl.int64) * R + padded + row, row_delta)
     row_lse = tl.load(lse + h.to(tl.int64) * R + padded + row)
     acc = tl.zeros((ROWS, D), tl.float32)
-    for begin in range(0, first + 1, ROWS):
+    for begin in range(0, tl.minimum(first + ROWS, length), STEP):
         k = k_tiles.load([start + begin, h // (H // G) * D])
         v = v_tiles.load([start + begin, h // (H // G) * D])
         p = tl.exp2(tl.fma(tl.dot(query, tl.trans(k)), SCALE, -row_lse[:, None]))
-        if begin == first:
-            p = tl.where((begin + tl.arange(0, ROWS))[None, :] <= row[:, None], p, 0.0)
+        if begin + STEP > first + 1:
+            key = begin + tl.arange(0, STEP)
+            p = tl.where(key[None, :] <= row[:, None], p, 0.0)
         ds = p * (tl.dot(grad, tl.trans(v)) - row_delta[:, None])
         acc = tl.dot(ds.to(k.dtype), k, acc)
     tl.store(dq + at + place, (acc * DQ_SCALE).to(dq.dtype.element_ty), mask=inside[:, None])
@@ -1654,20 +1653,20 @@ def attention_dq_kernel(q, k_tiles, v_tiles, o, do, lse, delta, tiles, dq, R, H:
 @jit(do_not_specialize=["R"])
 def attention_dkv_kernel(q_tiles, k_tiles, v_tiles, do_tiles, lse, delta, tiles, dk, dv, R, H: tl.constexpr,
                          G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, DK_SCALE: tl.constexpr,
-                         ROWS: tl.constexpr):
-    """One program: ROWS keys of one group. It walks the group's heads and their queries, ROWS at a time, in
+                         ROWS: tl.constexpr, STEP: tl.constexpr):
+    """One program: STEP keys of one group. It walks the group's heads and their queries, STEP at a time, in
     ascending order, and alone writes dk and dv: no atomics, one order. Everything is held transposed,
     (keys, queries). lse, delta: (H * R,), by TMA; +inf makes p = 0 where a sequence is padded."""
-    g, tile = tl.program_id(0) % G, tl.program_id(0) // G
-    start, first, length, padded = load_tile(tiles, tile)
+    g, part = tl.program_id(0) % G, tl.program_id(0) // G % (ROWS // STEP)
+    start, first, length, padded = load_tile(tiles, tl.program_id(0) // (G * (ROWS // STEP)))
     # Early keys are seen by the most queries: mirror the table, whose longest query tiles come first.
-    first = tl.cdiv(length, ROWS) * ROWS - ROWS - first
+    first = tl.cdiv(length, ROWS) * ROWS - ROWS - first + part * STEP
     k = k_tiles.load([start + first, g * D])
     v = v_tiles.load([start + first, g * D])
-    i = tl.arange(0, ROWS)
-    dk_acc, dv_acc = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS, D), tl.float32)
+    i = tl.arange(0, STEP)
+    dk_acc, dv_acc = tl.zeros((STEP, D), tl.float32), tl.zeros((STEP, D), tl.float32)
     begin, h = first, g * (H // G)
-    for _ in range(tl.cdiv(length - first, ROWS) * (H // G)):
+    for _ in range(tl.cdiv(length - first, STEP) * (H // G)):
         q = q_tiles.load([start + begin, h * D])
         do = do_tiles.load([start + begin, h * D])
         row_lse = lse.load([h * R + padded + begin])
@@ -1677,7 +1676,7 @@ def attention_dkv_kernel(q_tiles, k_tiles, v_tiles, do_tiles, lse, delta, tiles,
         dv_acc = tl.dot(p.to(do.dtype), do, dv_acc)
         ds = p * (tl.dot(v, tl.trans(do)) - row_delta[None, :])
         dk_acc = tl.dot(ds.to(q.dtype), q, dk_acc)
-        begin += ROWS
+        begin += STEP
         h += (begin >= length).to(tl.int32)                               # the next head starts over
         begin = tl.where(begin >= length, first, begin)
     at = (start + first + i).to(tl.int64)[:, None] * (G * D) + g * D + tl.arange(0, D)[None, :]
@@ -1692,16 +1691,16 @@ def attention_backward(do, q, k, v, o, lse, packing):
     (_, H, D), G, rows, tiles = q.shape, k.shape[1], packing.rows, packing.tiles
     q, k, v, delta = q.contiguous(), k.contiguous(), v.contiguous(), torch.empty_like(lse)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    scales = D ** -0.5 * LOG2E, D ** -0.5
+    scales, step = (D ** -0.5 * LOG2E, D ** -0.5), min(rows, 64)
+    k_tiles, v_tiles = tiles_of(k, step), tiles_of(v, step)
+    launch(attention_dq_kernel, len(tiles) * H, q, k_tiles, v_tiles, o, do, lse, delta, tiles, dq,
+           lse.shape[1], H, G, D, *scales, rows, step, num_warps=rows // 16, num_stages=3)
     # Two programs fit on a multiprocessor, and fill each other's gaps. At head size 128 the sums of keys and
     # values and two products take all 255 registers of a thread: a few numbers of the bookkeeping spill.
-    options = dict(num_warps=rows // 16, num_stages=2 if D > 64 else 3)
-    k_tiles, v_tiles = tiles_of(k, rows), tiles_of(v, rows)
-    launch(attention_dq_kernel, len(tiles) * H, q, k_tiles, v_tiles, o, do, lse, delta, tiles, dq,
-           lse.shape[1], H, G, D, *scales, rows, **options)
-    launch(attention_dkv_kernel, len(tiles) * G, tiles_of(q, rows), k_tiles, v_tiles, tiles_of(do, rows),
-           *(TensorDescriptor.from_tensor(x.view(-1), [rows]) for x in (lse, delta)), tiles, dk, dv,
-           lse.shape[1], H, G, D, *scales, rows, **options)
+    lines = [TensorDescriptor.from_tensor(x.view(-1), [step]) for x in (lse, delta)]
+    launch(attention_dkv_kernel, len(tiles) * (rows // step) * G, tiles_of(q, step), k_tiles, v_tiles,
+           tiles_of(do, step), *lines, tiles, dk, dv, lse.shape[1], H, G, D, *scales, rows, step,
+           num_warps=step // 16, num_stages=2 if D > 64 else 3)
     return dq, dk, dv
 
 
@@ -1751,7 +1750,7 @@ def paged_attention(q, cache, page_table, lengths):
     if B:
         launch(paged_attention_kernel, B * parts * G, q.contiguous(), *tiles, k_scales, v_scales, page_table,
                lengths, accs, tops, totals, page_table.stride(0), H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT,
-               parts, fp8.INTERPRET, num_warps=1, num_stages=3)
+               parts, fp8.INTERPRET, num_warps=4, num_stages=3)
         if parts > 1:
             launch(paged_merge_kernel, B * H, accs, tops, totals, lengths, o, H, D, SPLIT, parts, num_warps=1)
     return o
