@@ -917,7 +917,7 @@ def decode_cell(sampler, B, context):
     graph, times = sampler._graph(B), []
     at_context(sampler, B, context)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(9):
+    for _ in range(5):
         torch.cuda._sleep(100_000)                                       # the launch is no part of a step
         start.record()
         graph.replay()
@@ -1009,7 +1009,7 @@ def rollout_section(rows, quick):
     """The sampling of a GRPO step, prefill and host included; then a batch that transformers can serve."""
     table = Table("rollout", rows, "precision", "kv", "tok_per_s", "x_bf16", "x_transformers", "occupancy",
                   "seconds", key="model")
-    longest = 256 if quick else 2048
+    longest = 256 if quick else 1024
     prompts, limits = rollout_request(64, 8, longest)
     for size in ["1.7B"] if quick else ["1.7B", "8B"]:
         bf16 = None

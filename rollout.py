@@ -95,8 +95,8 @@ class PagePool:
         self.reset()
 
     def reset(self):
-        """Forget all sequences. Every `generate` starts so: no cached prompt of older weights survives it, and
-        no NaN, which masked attention would still multiply by 0."""
+        """Forget all sequences. Every `generate` starts so: no cached prompt of older weights survives it,
+        and no NaN, which masked attention would still multiply by 0."""
         for cache in self.caches:
             for pages in cache:
                 pages.zero_()
