@@ -1366,9 +1366,9 @@ def attend_tiles_reference(q, positions, cache, page_table, lengths):
         scores = torch.bmm(q[n].view(-1, S, D), k.mT).view(-1, G, S, PAGE) * D ** -0.5
         scores = scores.masked_fill_(~((key <= positions[n]) & valid[:, :, None]), -torch.inf)
         new_top = torch.maximum(top[n], scores.amax(-1, keepdim=True))
-        p, fade = (scores - new_top).exp_().to(dtype).float(), (top[n] - new_top).exp()
+        p, fade = (scores - new_top).exp_(), (top[n] - new_top).exp()
         total[n] = total[n] * fade + p.sum(-1, keepdim=True)
-        product = torch.bmm(p.view(-1, S, PAGE), v).view(-1, G, S, D)
+        product = torch.bmm(p.to(dtype).float().view(-1, S, PAGE), v).view(-1, G, S, D)
         out[n], top[n] = out[n] * fade + product, new_top
     _, total, out = merge_reference(whole, (top, total, out))
     return (out / total.clamp(min=1e-30)).view(N, H, R, D)                # length 0: no key, zeros
@@ -1444,10 +1444,10 @@ def load_tile(tiles, i):
 
 
 @jit
-def no_keys(ROWS: tl.constexpr, SUMS: tl.constexpr, D: tl.constexpr):
+def no_keys(ROWS: tl.constexpr, D: tl.constexpr):
     """Where a softmax starts, in the units of softmax_step: top, total, acc."""
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    return top, tl.zeros((ROWS, SUMS), tl.float32), tl.zeros((ROWS, D), tl.float32)
+    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, D), tl.float32)
 
 
 @jit
@@ -1455,46 +1455,50 @@ def softmax_step(scores, v, top, total, acc, SCALE: tl.constexpr):
     """One page of keys: scores (rows, PAGE) FP32, unscaled, -inf where masked. The trainer's tile and the
     decode tile both call this.
 
-    In units of log2: top is the running maximum; with p = 2^(score - top), rounded, acc (rows, D) is the sum
-    of p times v, and total (rows, 16) that of p, 16 times over. A matrix product adds the p as well: it has
-    one order, however rows and keys are spread over warps, and a maximum has none. """
+    In units of log2: top is the running maximum, total the sum of 2^(score - top), acc (rows, D) that sum
+    times v. A row is summed within one warp: 16 rows for each warp have one order, fewer have others. """
     new_top = tl.maximum(top, tl.max(scores, 1) * SCALE)
-    p = tl.exp2(tl.fma(scores, SCALE, -new_top[:, None])).to(v.dtype)
-    fade = tl.exp2(top - new_top)[:, None]  # exactly 1 where the page changed nothing, 0 at the first page
-    total = tl.dot(p, tl.full((scores.shape[1], 16), 1.0, v.dtype), total * fade)
-    return new_top, total, tl.dot(p, v, acc * fade)
+    p = tl.exp2(tl.fma(scores, SCALE, -new_top[:, None]))
+    fade = tl.exp2(top - new_top)  # exactly 1 where the page changed nothing, 0 at the first page
+    total = tl.fma(total, fade, tl.sum(p, 1))
+    return new_top, total, tl.dot(p.to(v.dtype), v, acc * fade[:, None])
 
 
 @jit
 def merge(top, total, acc, part_top, part_total, part_acc):
-    """Two softmaxes over different keys as one: top (rows,), total (rows, 1), acc (rows, D)."""
+    """Two softmaxes over different keys as one."""
     new_top = tl.maximum(top, part_top)
-    old, new = tl.exp2(top - new_top)[:, None], tl.exp2(part_top - new_top)[:, None]
-    return new_top, tl.fma(total, old, part_total * new), tl.fma(acc, old, part_acc * new)
+    old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+    return (new_top, tl.fma(total, old, part_total * new),
+            tl.fma(acc, old[:, None], part_acc * new[:, None]))
 
 
 @jit(do_not_specialize=["R"])
 def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-                     SCALE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr):
-    """One program: ROWS queries of one sequence and head. k_tiles, v_tiles: (T, G*D), read by TMA in tiles of
-    PAGE keys. lse (H, R) = log2 of the softmax denominator, for backward; its sequences are padded with +inf.
+                     SCALE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
+                     ROWS: tl.constexpr):
+    """One program: ROWS queries of one sequence and head, part of the table's TILE. k_tiles, v_tiles: (T, G*D),
+    read by TMA in tiles of PAGE keys. lse (H, R) = log2 of the softmax denominator, for backward; its sequences
+    are padded with +inf.
 
     The last page of a sequence may hold rows of the next one: keys that come later than every query, so they
     are masked as such. Heads are fastest in the grid: those that share keys run side by side and find them in
     the L2 cache.
     """
+    parts: tl.constexpr = TILE // ROWS
     tile, h = tl.program_id(0) // H, tl.program_id(0) % H
-    start, first, length, padded = load_tile(tiles, tile)
+    start, first, length, padded = load_tile(tiles, tile // parts)
+    first += (parts - 1 - tile % parts) * ROWS
     row = first + tl.arange(0, ROWS)
     inside = row < length
     # A 64-bit base and 32-bit places in the tile: a table of 64-bit pointers would cost the registers.
     at = (start + first).to(tl.int64) * (H * D) + h * D
     place = tl.arange(0, ROWS)[:, None] * (H * D) + tl.arange(0, D)[None, :]
     query = tl.load(q + at + place, mask=inside[:, None], other=0)
-    end = tl.minimum(first + ROWS, length)
-    top, total, acc = no_keys(ROWS, 1, D)
+    end = tl.where(first < length, tl.minimum(first + ROWS, length), 0)    # a sequence's last part may be empty
+    top, total, acc = no_keys(ROWS, D)
     for chunk in range(0, end, SPLIT):
-        part_top, part_total, part_acc = no_keys(ROWS, 16, D)
+        part_top, part_total, part_acc = no_keys(ROWS, D)
         for begin in range(chunk, tl.minimum(chunk + SPLIT, end), PAGE):
             k = k_tiles.load([start + begin, h // (H // G) * D])
             v = v_tiles.load([start + begin, h // (H // G) * D])
@@ -1503,11 +1507,10 @@ def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: 
                 key = begin + tl.arange(0, PAGE)
                 scores = tl.where(key[None, :] <= row[:, None], scores, float("-inf"))
             part_top, part_total, part_acc = softmax_step(scores, v, part_top, part_total, part_acc, SCALE)
-        top, total, acc = merge(top, total, acc, part_top, tl.max(part_total, 1)[:, None], part_acc)
-    acc = acc * tl.div_rn(1.0, total)
+        top, total, acc = merge(top, total, acc, part_top, part_total, part_acc)
+    acc = acc * tl.div_rn(1.0, total)[:, None]
     tl.store(o + at + place, acc.to(o.dtype.element_ty), mask=inside[:, None])
-    log_total = top + tl.log2(tl.max(total, 1))
-    tl.store(lse + h.to(tl.int64) * R + padded + row, tl.where(inside, log_total, float("inf")))
+    tl.store(lse + h.to(tl.int64) * R + padded + row, tl.where(inside, top + tl.log2(total), float("inf")))
 
 
 @jit
@@ -1550,7 +1553,7 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
         return
     used, row, d = i < H // G, b * H + g * (H // G) + i, tl.arange(0, D)[None, :]
     query = tl.load(q + row[:, None] * D + d, mask=used[:, None], other=0)
-    top, total, acc = no_keys(16, 16, D)
+    top, total, acc = no_keys(16, D)
     for begin in range(part * SPLIT, tl.minimum(length, part * SPLIT + SPLIT), PAGE):
         at = (tl.load(table + b * max_pages + begin // PAGE) * G + g) * PAGE
         valid = begin + place < length
@@ -1563,7 +1566,6 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
         if k_scales is not None:
             v = dequantize(v, tl.load(v_scales + at + place, mask=valid, other=0), query.dtype, INTERPRET)
         top, total, acc = softmax_step(scores, v, top, total, acc, SCALE)
-    total = tl.max(total, 1)
     if PARTS == 1:
         acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]    # an idle slot: 0, not 0/0
         tl.store(o + row[:, None] * D + d, acc.to(o.dtype.element_ty), mask=used[:, None])
@@ -1580,12 +1582,12 @@ def paged_merge_kernel(accs, tops, totals, lengths, o, H: tl.constexpr, D: tl.co
     """One program: one head of one sequence, whose parts it merges in order, as the trainer does."""
     row, one, d = tl.program_id(0), tl.arange(0, 1), tl.arange(0, D)[None, :]
     length = tl.load(lengths + row // H)
-    top, total, acc = no_keys(1, 1, D)
+    top, total, acc = no_keys(1, D)
     for part in range(tl.cdiv(length, SPLIT)):
         at = row * PARTS + part + one
         part_acc = tl.load(accs + at[:, None] * D + d)
-        top, total, acc = merge(top, total, acc, tl.load(tops + at), tl.load(totals + at)[:, None], part_acc)
-    acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))
+        top, total, acc = merge(top, total, acc, tl.load(tops + at), tl.load(totals + at), part_acc)
+    acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]
     tl.store(o + row * D + d, acc.to(o.dtype.element_ty))
 
 
@@ -1606,16 +1608,18 @@ def tiles_of(x, rows):
 
 
 def attention_forward(q, k, v, packing):
-    """-> o (T, H, D), and lse (H, R) on a GPU."""
+    """-> o (T, H, D), and lse (H, R) on a GPU. Measured to give equal bits: 64 rows x 4 warps, 128 x 8 or 4,
+    and decode's 16 x 1."""
     if not use_kernels(q):
         return attention_reference(q, k, v, packing), None
     (_, H, D), G, rows = q.shape, k.shape[1], packing.rows
     check_head_size(D), check_bf16(q, "attention's q")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     o, lse = torch.empty_like(q), torch.empty(H, len(packing.tiles) * rows, device=q.device)
-    launch(attention_kernel, len(packing.tiles) * H, q, tiles_of(k, PAGE), tiles_of(v, PAGE), packing.tiles,
-           o, lse, lse.shape[1], H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT, rows, num_warps=rows // 16,
-           num_stages=3)
+    part = min(rows, 64)  # two programs fit on a multiprocessor, and fill each other's gaps
+    launch(attention_kernel, len(packing.tiles) * (rows // part) * H, q, tiles_of(k, PAGE), tiles_of(v, PAGE),
+           packing.tiles, o, lse, lse.shape[1], H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT, rows, part,
+           num_warps=part // 16, num_stages=3)
     return o, lse
 
 
@@ -1695,8 +1699,8 @@ def attention_backward(do, q, k, v, o, lse, packing):
     k_tiles, v_tiles = tiles_of(k, step), tiles_of(v, step)
     launch(attention_dq_kernel, len(tiles) * H, q, k_tiles, v_tiles, o, do, lse, delta, tiles, dq,
            lse.shape[1], H, G, D, *scales, rows, step, num_warps=rows // 16, num_stages=3)
-    # Two programs fit on a multiprocessor, and fill each other's gaps. At head size 128 the sums of keys and
-    # values and two products take all 255 registers of a thread: a few numbers of the bookkeeping spill.
+    # At head size 128 the sums of keys and values and two products take all 255 registers of a thread: a few
+    # numbers of the loop's bookkeeping spill.
     lines = [TensorDescriptor.from_tensor(x.view(-1), [step]) for x in (lse, delta)]
     launch(attention_dkv_kernel, len(tiles) * (rows // step) * G, tiles_of(q, step), k_tiles, v_tiles,
            tiles_of(do, step), *lines, tiles, dk, dv, lse.shape[1], H, G, D, *scales, rows, step,
@@ -1750,7 +1754,7 @@ def paged_attention(q, cache, page_table, lengths):
     if B:
         launch(paged_attention_kernel, B * parts * G, q.contiguous(), *tiles, k_scales, v_scales, page_table,
                lengths, accs, tops, totals, page_table.stride(0), H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT,
-               parts, fp8.INTERPRET, num_warps=4, num_stages=3)
+               parts, fp8.INTERPRET, num_warps=1, num_stages=3)
         if parts > 1:
             launch(paged_merge_kernel, B * H, accs, tops, totals, lengths, o, H, D, SPLIT, parts, num_warps=1)
     return o
