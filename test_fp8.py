@@ -806,8 +806,8 @@ class Recorder:
                 for key in ("REG", "STACK", "LOCAL")}
         found = sorted(set(re.findall(r"\b(QGMMA|HGMMA|HMMA|LDL|STL)", sass)))
         print("BUILT", self.name, read, *found, "shared", compiled.metadata.shared, flush=True)
-        # The noise of sampling runs once, after the products: 80 to 136 bytes a thread spill there. Triton 3.9
-        # spills 8 once a tile, where a gradient has ragged columns.
+        # The noise of sampling runs once, after the products: 80 to 136 bytes a thread spill there. Where a
+        # gradient has ragged columns, triton 3.9 spills 8, once a tile.
         if read["STACK"] > {"_head_kernel": 160, "product_kernel": 8}.get(self.name, -1):
             assert not {"LDL", "STL"} & set(found) and not read["LOCAL"], f"{self.name} spills"
         if self.name in MATRIX_UNITS:
