@@ -1038,9 +1038,10 @@ class Recorder:
                 for key in ("REG", "STACK", "LOCAL")}
         found = sorted(set(re.findall(r"\b(QGMMA|HGMMA|HMMA|LDL|STL)", sass)))
         print("BUILT", self.name, read, *found, "shared", compiled.metadata.shared, flush=True)
-        # The gradient of keys and values, and decode, take all the registers that ptxas grants them: up to 24
-        # bytes of the loop's bookkeeping spill.
-        if not read["STACK"] <= {"attention_dkv_kernel": 32, "paged_attention_kernel": 16}.get(self.name, -1):
+        # Kernels that need all the registers of a thread spill a few numbers of their bookkeeping (bytes; the
+        # larger figure of triton 3.6 and 3.9): none of them a value of the sums.
+        allowed = {"attention_dkv_kernel": 16, "paged_attention_kernel": 40, "product_kernel": 8}
+        if read["STACK"] > allowed.get(self.name, -1):
             assert not {"LDL", "STL"} & set(found) and not read["LOCAL"], f"{self.name} spills"
         if self.name in MATRIX_UNITS:
             assert MATRIX_UNITS[self.name] in found, f"{self.name} leaves the Hopper matrix units"
