@@ -708,14 +708,14 @@ def multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-# With few tokens, as in decode, the work is to read W: many loads have to be under way, on all multiprocessors.
-# Hence another kernel with the same roles, but narrow tiles, of which there are enough for all, and with several
-# blocks of K in a stage: products so small would otherwise take less time than the barriers. Each 64 tokens of a
-# tile have a consumer of their own.
+# With few tokens, as in decode, the work is to read W: many loads have to be under way, on all
+# multiprocessors. Hence another kernel with the same roles, but narrow tiles, of which there are enough for
+# all, and with several blocks of K in a stage: products so small would otherwise take less time than the
+# barriers. Each 64 tokens of a tile have a consumer of their own.
 
 DECODE_TILES = {
-    # (tokens, features): (blocks of K in a stage, stages, relative time of a block of K), measured on an H200.
-    # The stages take about 200 KB. The time is for loading tokens + features; in the last, also for products.
+    # (tokens, features): (blocks of K in a stage, stages, relative time of a block of K). The stages take
+    # 200 KB or so. The times fit an H200: loading tokens + features counts, and in the last the products too.
     (64, 32): (4, 4, 96),
     (64, 64): (4, 3, 128),
     (64, 128): (2, 4, 192),
@@ -728,9 +728,9 @@ HOPPER_TIME = 580  # the same of product_kernel's tile
 def decode_place(tile, M, TOKENS: gl.constexpr, FEATURES: gl.constexpr):
     """First token and first feature of a tile.
 
-    The last tile of tokens reaches back into its neighbour rather than beyond M, where TMA has zeros to fill in,
-    which is slow. What both compute are the same bits. As TMA reads scales from 16 bytes on, tiles start on a
-    multiple of 4 tokens.
+    The last tile of tokens reaches back into its neighbour rather than beyond M, where TMA has zeros to fill
+    in, which is slow. What both compute are the same bits. As TMA reads scales from 16 bytes on, tiles start
+    on a multiple of 4 tokens.
     """
     m_tiles = (M + TOKENS - 1) // TOKENS
     m0 = gl.maximum(gl.minimum(tile % m_tiles * TOKENS, (M + 3) // 4 * 4 - TOKENS), 0)
@@ -739,7 +739,7 @@ def decode_place(tile, M, TOKENS: gl.constexpr, FEATURES: gl.constexpr):
 
 @gluon_jit
 def decode_load(x_codes, w_codes, x_scales, ring, tiles, M, K: gl.constexpr):
-    """The loader. A block of X fills the first rows of its place in the ring; the others, beyond M, are noise."""
+    """The loader. A block of X fills the first rows of its place in the ring; those beyond M are noise."""
     x_ring, w_ring, scale_ring, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     STEP: gl.constexpr = x_ring.shape[0] // STAGES
@@ -863,8 +863,9 @@ def fprop_tile(M, N, device):
     fprop_kernel. Any choice gives the same bits, this one is for speed.
 
     On a Hopper GPU, the one that is through first if every multiprocessor takes one tile after another. For
-    fprop_kernel: decode is bound by reading W. Narrow tiles of tokens waste no work, 64 features a program make
-    many programs, and a deep pipeline keeps many loads in flight. With many tokens the square tile reuses most.
+    fprop_kernel: decode is bound by reading W. Narrow tiles of tokens waste no work, 64 features a program
+    make many programs, and a deep pipeline keeps many loads in flight. With many tokens the square tile
+    reuses most.
     """
     processors = multiprocessors(device)
     if processors:

@@ -1201,8 +1201,8 @@ def test_hopper_kernel_fprop_bits(N, K):
 @pytest.mark.parametrize("tile", fp8.DECODE_TILES)
 @pytest.mark.parametrize("N,K,dtype", [(1001, 2064, FP32), (20000, 80, BF16)])
 def test_decode_kernel_bits(N, K, dtype, tile):
-    """decode_kernel has fprop_kernel's bits, whatever M leaves of a tile: fewer rows than X is loaded in, tiles
-    that overlap; more stages than there are, the last one filled in part, or several tiles of one block."""
+    """decode_kernel has fprop_kernel's bits, whatever M leaves of a tile (few rows, tiles that overlap), over
+    many stages, of which K fills the last in part, or over many tiles of one block."""
     for M in (1, 8, 17, 67, 130, 300):
         x, (codes, scales) = (moved(t) for t in random_codes(M, K, N))
         bias = torch.randn(N, device="cuda").bfloat16()
