@@ -1472,9 +1472,9 @@ def merge(top, total, acc, part_top, part_total, part_acc):
 def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
                      SCALE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
                      ROWS: tl.constexpr):
-    """One program: ROWS queries of one sequence and head, part of the table's TILE. k_tiles, v_tiles: (T, G*D),
-    read by TMA in tiles of PAGE keys. lse (H, R) = log2 of the softmax denominator, for backward; its sequences
-    are padded with +inf.
+    """One program: ROWS queries of one sequence and head, part of the table's TILE. k_tiles, v_tiles:
+    (T, G*D), read by TMA in tiles of PAGE keys. lse (H, R) = log2 of the softmax denominator, for backward;
+    its sequences are padded with +inf.
 
     The last page of a sequence may hold rows of the next one: keys that come later than every query, so they
     are masked as such. Heads are fastest in the grid: those that share keys run side by side and find them in
@@ -1490,7 +1490,7 @@ def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: 
     at = (start + first).to(tl.int64) * (H * D) + h * D
     place = tl.arange(0, ROWS)[:, None] * (H * D) + tl.arange(0, D)[None, :]
     query = tl.load(q + at + place, mask=inside[:, None], other=0)
-    end = tl.where(first < length, tl.minimum(first + ROWS, length), 0)    # a sequence's last part may be empty
+    end = tl.where(first < length, tl.minimum(first + ROWS, length), 0)    # the last part may be empty
     top, total, acc = no_keys(ROWS, D)
     for chunk in range(0, end, SPLIT):
         part_top, part_total, part_acc = no_keys(ROWS, D)
