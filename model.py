@@ -1007,8 +1007,12 @@ def _raise_exception(message):
 # wherever a fused product is meant.
 # ======================================================================================================
 
-PAGE = 64  # keys of one attention step == page of the cache: training, prefill and decode share it
-SPLIT = 2048                 # keys of one softmax, to be merged with the next: decode runs them side by side
+# Keys of one attention step == page of the cache: training, prefill and decode share it. With 128 the forward
+# pass is no faster on an H200: 499 against 503 TFLOPS at head size 128, 332 against 428 at 64.
+PAGE = 64
+# Keys of one softmax, to be merged with the next: decode runs them side by side. 1, 4 and 16 sequences of
+# 16,384 keys take 55, 71 and 260 us a layer so, and unsplit 330, 340 and 381. The forward pass loses 1 %.
+SPLIT = 2048
 VTILE = 128                  # vocabulary columns of one (max, sum) partial in the head
 LOG2E = 1.4426950408889634   # the GPU has exp2 only: log2(e) is folded into the softmax scale
 
