@@ -806,7 +806,8 @@ def attention_section(rows, quick):
                   "x_sdpa_deterministic", "x_cudnn", "spread")
     for S in [4096] if quick else [1024, 4096, 16384]:
         attention_rows(table, S, 16384, 32, 8, 128)
-    for B, length in [(64, 1024)] if quick else [(64, 1024), (256, 1024), (64, 4096), (16, 16384)]:
+    decodes = [(64, 1024), (256, 1024), (64, 4096), (16, 16384), (1, 16384)]
+    for B, length in decodes[:1] if quick else decodes:
         for fp8_kv in (False, True):
             paged_row(table, B, length, 32, 8, 128, fp8_kv)
 
