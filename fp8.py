@@ -126,8 +126,8 @@ def encode_reference(x, axes):
     """x FP32 -> E4M3 codes of its shape, FP32 scales with `axes` reduced to 1: x is about codes * scales.
 
     NaN and Inf pass through amax into the scale: a bad step shows in the loss, not as a saturated code. The
-    cast needs no clamp: scale, inverse and product are rounded once each, so what should be 448 is an FP32 step
-    or two away, and far from 464, where a cast leaves the range.
+    cast needs no clamp: scale, inverse and product are rounded once each, so what should be 448 is at most a
+    few FP32 steps off, and far from 464, where a cast leaves the range.
     """
     scale = x.abs().amax(axes, keepdim=True).clamp(min=AMAX_FLOOR) / E4M3_MAX
     return (x * (1 / scale)).to(E4M3), scale
@@ -262,15 +262,16 @@ def quantize_cols_kernel(x, norm_w, rstd, codes, scales, M, K: tl.constexpr, X_L
 @jit(do_not_specialize=["quads", "M"])
 def quantize_rows_cols_kernel(x, codes, scales, codes_t, scales_t, quads, M, K: tl.constexpr,
                               X_LINE: tl.constexpr, CODES_LINE: tl.constexpr):
-    """Both directions of a group of 128 tokens by 128 features are four programs, side by side: two for rows,
-    two for columns. x comes from memory once and for the second time from the cache; one program that held
-    the tile for both would need so many registers that too few of them fit."""
-    part, tile = tl.program_id(0) % 4, tl.program_id(0) // 4
-    i, j = tile // tl.cdiv(K, 128), tile % tl.cdiv(K, 128)
-    if part < 2:
-        quantize_rows_tile(x, codes, scales, quads, i * 2 + part, j, M, K, X_LINE, CODES_LINE, 64)
+    """Of the programs of a group of 128 tokens the first half quantizes rows, 32 tokens by 128 features, the
+    second half columns, 32 features. So x comes from memory once, and the second time from the cache. One
+    program that held a tile for both would need so many registers that too few of them fit."""
+    blocks: tl.constexpr = (K + 127) // 128
+    i, part = tl.program_id(0) // (8 * blocks), tl.program_id(0) % (8 * blocks)
+    if part < 4 * blocks:
+        row_tile = i * 4 + part // blocks
+        quantize_rows_tile(x, codes, scales, quads, row_tile, part % blocks, M, K, X_LINE, CODES_LINE, 32)
     else:
-        quantize_cols_tile(x, None, None, codes_t, scales_t, i, j * 2 + part - 2, M, K, X_LINE, 64)
+        quantize_cols_tile(x, None, None, codes_t, scales_t, i, part - 4 * blocks, M, K, X_LINE, 32)
 
 
 @jit
@@ -345,8 +346,8 @@ def quantize_rows_cols(x):
         return quantize_rows_reference(x), quantize_cols_reference(x)
     (M, K), x, rows, cols = x.shape, unit_stride(x), row_outputs(x), col_outputs(x)
     if M:
-        launch(quantize_rows_cols_kernel, 4 * cdiv(M, BLOCK) * cdiv(K, BLOCK), x, *rows, *cols, cdiv(M, 4), M,
-               K, x.stride(0), rows[0].stride(0), num_warps=4)
+        launch(quantize_rows_cols_kernel, cdiv(M, BLOCK) * cdiv(K, BLOCK) * 8, x, *rows, *cols, cdiv(M, 4), M,
+               K, x.stride(0), rows[0].stride(0), num_warps=2)
     return rows, cols
 
 
