@@ -128,8 +128,8 @@ def encode_reference(x, axes):
     """x FP32 -> E4M3 codes of its shape, FP32 scales with `axes` reduced to 1: x is about codes * scales.
 
     NaN and Inf pass through amax into the scale: a bad step shows in the loss, not as a saturated code. The
-    cast needs no clamp: scale, inverse and product are rounded once each, so what should be 448 is off by FP32
-    steps at most, and far from 464, where a cast would leave the range.
+    cast needs no clamp: scale, inverse and product are rounded once each, so what should be 448 is at most a
+    few FP32 steps off, and far from 464, where a cast leaves the range.
     """
     scale = x.abs().amax(axes, keepdim=True).clamp(min=AMAX_FLOOR) / E4M3_MAX
     return (x * (1 / scale)).to(E4M3), scale
@@ -189,19 +189,18 @@ def store_rows(x, codes, scales, quads, group, m, k, M, K: tl.constexpr, CODES_L
 
 
 @jit
-def store_cols(x0, x1, x2, x3, codes, scales, groups, group, k, K: tl.constexpr):
+def store_cols(x, codes, scales, groups, group, k, K: tl.constexpr):
     """Quantize a group of 128 tokens, columns k, and store it transposed; groups * 128 codes a line.
 
-    x0 to x3 are FP32 tiles (32, columns) of the tokens 4a, 4a + 1, 4a + 2 and 4a + 3. So the codes of four
-    neighbours meet in one register of one thread, and are transposed as words of 32 bits: byte by byte, the
-    way through shared memory would take longer than all of the rest.
+    x is an FP32 tile (128 / n, columns, n), token a * n + b at [a, :, b], which tl.join made of n tiles. So
+    the codes of n neighbours lie side by side in one thread, and go through shared memory as one word: byte
+    by byte, the transposition would take longer than all of the rest.
     """
-    peak = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
-    scale = scale_of(tl.max(peak, 0).to(tl.float32, bitcast=True))
-    q = codes_of(tl.join(tl.join(x0, x2), tl.join(x1, x3)), scale[None, :, None, None])
+    scale = scale_of(tl.max(tl.max(magnitude(x), 2), 0).to(tl.float32, bitcast=True))
+    q = codes_of(x, scale[None, :, None]).permute(1, 0, 2).reshape(x.shape[1], 128)
     # No mask on tokens: the padding was loaded as zeros, and is stored as zeros.
     out = codes + group * 128 + k[:, None].to(tl.int64) * (groups * 128) + tl.arange(0, 128)
-    tl.store(out, q.permute(1, 0, 2, 3).reshape(q.shape[1], 128), mask=k[:, None] < K)
+    tl.store(out, q, mask=k[:, None] < K)
     tl.store(scales + group * ((K + 3) // 4 * 4) + k, scale, mask=k < K)  # lines on 16 bytes
 
 
@@ -219,10 +218,7 @@ def quantize_rows_tile(x, codes, scales, quads, i, j, M, K: tl.constexpr, X_LINE
 def load_tokens(x, norm_w, rstd, m, k, left, K: tl.constexpr, X_LINE: tl.constexpr):
     """Tokens m, of which `left` are there, and columns k as an FP32 tile. With `rstd`, x is the input of an
     RMSNorm whose output is computed on the way, rounded as the norm rounds it."""
-    # A thread gets four neighbours of a row (max_contiguous), though eight BF16 numbers would fit one load: it
-    # has the scales of its columns to itself, two divisions for each.
-    offsets = tl.max_contiguous(m[:, None] * X_LINE + k, (1, 4))
-    tile = tl.load(x + offsets, mask=(m[:, None] < left) & (k < K), other=0).to(tl.float32)
+    tile = tl.load(x + (m[:, None] * X_LINE + k), mask=(m[:, None] < left) & (k < K), other=0).to(tl.float32)
     if rstd is not None:
         r = tl.load(rstd + m, mask=m < left, other=0)
         tile = tile * r[:, None] * tl.load(norm_w + k, mask=k < K, other=0).to(tl.float32)
@@ -234,7 +230,10 @@ def load_tokens(x, norm_w, rstd, m, k, left, K: tl.constexpr, X_LINE: tl.constex
 def quantize_cols_tile(x, norm_w, rstd, codes, scales, i, j, M, K: tl.constexpr, X_LINE: tl.constexpr,
                        WIDTH: tl.constexpr):
     """Group i of 128 tokens by WIDTH features, from j * WIDTH."""
-    m, k, left = 4 * tl.arange(0, 32), j * WIDTH + tl.arange(0, WIDTH), M - i * 128
+    m, left = 4 * tl.arange(0, 32), M - i * 128
+    # A thread loads four columns at a time (max_contiguous), though eight BF16 numbers would fit: it computes
+    # the scales of all its columns itself, two divisions for each.
+    k = tl.max_contiguous(j * WIDTH + tl.arange(0, WIDTH), 4)
     x += i.to(tl.int64) * (128 * X_LINE)  # 64 bits; within the group 32 are enough
     if rstd is not None:
         rstd += i * 128
@@ -242,7 +241,8 @@ def quantize_cols_tile(x, norm_w, rstd, codes, scales, i, j, M, K: tl.constexpr,
     x1 = load_tokens(x, norm_w, rstd, m + 1, k, left, K, X_LINE)
     x2 = load_tokens(x, norm_w, rstd, m + 2, k, left, K, X_LINE)
     x3 = load_tokens(x, norm_w, rstd, m + 3, k, left, K, X_LINE)
-    store_cols(x0, x1, x2, x3, codes, scales, tl.cdiv(M, 128), i, k, K)
+    tile = tl.join(tl.join(x0, x2), tl.join(x1, x3)).reshape(32, WIDTH, 4)
+    store_cols(tile, codes, scales, tl.cdiv(M, 128), i, k, K)
 
 
 @jit(do_not_specialize=["quads", "M"])
@@ -264,15 +264,16 @@ def quantize_cols_kernel(x, norm_w, rstd, codes, scales, M, K: tl.constexpr, X_L
 @jit(do_not_specialize=["quads", "M"])
 def quantize_rows_cols_kernel(x, codes, scales, codes_t, scales_t, quads, M, K: tl.constexpr,
                               X_LINE: tl.constexpr, CODES_LINE: tl.constexpr):
-    """Both directions of a group of 128 tokens by 128 features are four programs, side by side: two for rows,
-    two for columns. x comes from memory once and for the second time from the cache; one program that held
-    the tile for both would need so many registers that too few of them fit."""
-    part, tile = tl.program_id(0) % 4, tl.program_id(0) // 4
-    i, j = tile // tl.cdiv(K, 128), tile % tl.cdiv(K, 128)
-    if part < 2:
-        quantize_rows_tile(x, codes, scales, quads, i * 2 + part, j, M, K, X_LINE, CODES_LINE, 64)
+    """Of the programs of a group of 128 tokens the first half quantizes rows, 32 tokens by 128 features, the
+    second half columns, 32 features. So x comes from memory once, and the second time from the cache. One
+    program that held a tile for both would need so many registers that too few of them fit."""
+    blocks: tl.constexpr = (K + 127) // 128
+    i, part = tl.program_id(0) // (8 * blocks), tl.program_id(0) % (8 * blocks)
+    if part < 4 * blocks:
+        row_tile = i * 4 + part // blocks
+        quantize_rows_tile(x, codes, scales, quads, row_tile, part % blocks, M, K, X_LINE, CODES_LINE, 32)
     else:
-        quantize_cols_tile(x, None, None, codes_t, scales_t, i, j * 2 + part - 2, M, K, X_LINE, 64)
+        quantize_cols_tile(x, None, None, codes_t, scales_t, i, part - 4 * blocks, M, K, X_LINE, 32)
 
 
 @jit
@@ -347,8 +348,8 @@ def quantize_rows_cols(x):
         return quantize_rows_reference(x), quantize_cols_reference(x)
     (M, K), x, rows, cols = x.shape, unit_stride(x), row_outputs(x), col_outputs(x)
     if M:
-        launch(quantize_rows_cols_kernel, 4 * cdiv(M, BLOCK) * cdiv(K, BLOCK), x, *rows, *cols, cdiv(M, 4), M,
-               K, x.stride(0), rows[0].stride(0), num_warps=4)
+        launch(quantize_rows_cols_kernel, cdiv(M, BLOCK) * cdiv(K, BLOCK) * 8, x, *rows, *cols, cdiv(M, 4), M,
+               K, x.stride(0), rows[0].stride(0), num_warps=2)
     return rows, cols
 
 
@@ -1198,10 +1199,10 @@ def swiglu_kernel(gate_up, y, codes, scales, quads, M,
 
 
 @jit
-def swiglu_backward_tile(dy, gate_up, d_gate_up, m, k, left, K: tl.constexpr):
-    """Stores the gradients of gate and up for tokens m, of which `left` are there, and features k; returns
-    the product once more."""
-    mask = (m[:, None] < left) & (k < K)
+def swiglu_backward_tile(dy, gate_up, d_gate_up, m, k, left, right, K: tl.constexpr):
+    """Stores the gradients of gate and up for tokens m, of which `left` are there, and features k, of which
+    `right` are; returns the product once more."""
+    mask = (m[:, None] < left) & (k < right)
     narrow, wide = m[:, None] * K + k, m[:, None] * (2 * K) + k
     gate = tl.load(gate_up + wide, mask=mask, other=0).to(tl.float32)
     up = tl.load(gate_up + wide + K, mask=mask, other=0).to(tl.float32)
@@ -1219,19 +1220,20 @@ def swiglu_backward_kernel(dy, gate_up, d_gate_up, y, codes_t, scales_t, M, K: t
     """Gradients of gate and up for TILE tokens by WIDTH features; and the product once more, for WGrad, as
     its factors are at hand: column-wise codes and scales (TILE is 128 then), or y."""
     i, j = tl.program_id(0) // tl.cdiv(K, WIDTH), tl.program_id(0) % tl.cdiv(K, WIDTH)
-    m, k, left = tl.arange(0, TILE), j * WIDTH + tl.arange(0, WIDTH), M - i * TILE
-    before = i.to(tl.int64) * TILE * K  # 64 bits; within the tile 32 are enough
-    dy, gate_up, d_gate_up = dy + before, gate_up + 2 * before, d_gate_up + 2 * before
+    left, right = M - i * TILE, K - j * WIDTH
+    dy += i.to(tl.int64) * (TILE * K) + j * WIDTH
+    gate_up += i.to(tl.int64) * (2 * TILE * K) + j * WIDTH
+    d_gate_up += i.to(tl.int64) * (2 * TILE * K) + j * WIDTH
     if codes_t is None:
-        out = swiglu_backward_tile(dy, gate_up, d_gate_up, m, k, left, K)
-        tl.store(y + before + (m[:, None] * K + k), out, mask=(m[:, None] < left) & (k < K))
+        m, k = tl.arange(0, TILE), tl.arange(0, WIDTH)
+        out = swiglu_backward_tile(dy, gate_up, d_gate_up, m, k, left, right, K)
+        y += i.to(tl.int64) * (TILE * K) + j * WIDTH
+        tl.store(y + (m[:, None] * K + k), out, mask=(m[:, None] < left) & (k < right))
     else:
-        m4 = 4 * tl.arange(0, 32)
-        x0 = swiglu_backward_tile(dy, gate_up, d_gate_up, m4, k, left, K).to(tl.float32)
-        x1 = swiglu_backward_tile(dy, gate_up, d_gate_up, m4 + 1, k, left, K).to(tl.float32)
-        x2 = swiglu_backward_tile(dy, gate_up, d_gate_up, m4 + 2, k, left, K).to(tl.float32)
-        x3 = swiglu_backward_tile(dy, gate_up, d_gate_up, m4 + 3, k, left, K).to(tl.float32)
-        store_cols(x0, x1, x2, x3, codes_t, scales_t, tl.cdiv(M, 128), i, k, K)
+        m, k = 2 * tl.arange(0, 64), tl.max_contiguous(tl.arange(0, WIDTH), 4)  # as in quantize_cols_tile
+        x0 = swiglu_backward_tile(dy, gate_up, d_gate_up, m, k, left, right, K)
+        x1 = swiglu_backward_tile(dy, gate_up, d_gate_up, m + 1, k, left, right, K)
+        store_cols(tl.join(x0, x1).to(tl.float32), codes_t, scales_t, tl.cdiv(M, 128), i, k + j * WIDTH, K)
 
 
 def swiglu_forward(gate_up, quantize):
@@ -1500,8 +1502,8 @@ def adamw_kernel(p, m, v, g, control, step, data, codes, scales, beta1, beta2, r
         scale = scale_of(tl.max(tl.max(peak, 1), 0).to(tl.float32, bitcast=True))
         tl.store(scales + tile, scale)
         tl.debug_barrier()  # what another thread of this program wrote is read below
-        # In chunks of another shape than above: tiles of one shape share one layout, and what suits a store of
-        # a byte an element does not suit FP32.
+        # In chunks of another shape than above: tiles of one shape share one layout, and what suits a store
+        # of a byte an element does not suit FP32.
         for row in range(first, first + 128, 32):
             n = row + tl.arange(0, 32)[:, None]
             at, mask = n.to(tl.int64) * K + k, (n < N) & (k < K)
