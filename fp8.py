@@ -311,7 +311,7 @@ def row_outputs(x):
 
 
 def col_outputs(x):
-    (M, K), groups = x.shape, cdiv(x.shape[0], BLOCK)
+    K, groups = x.shape[1], cdiv(x.shape[0], BLOCK)
     return empty_codes(K, groups * BLOCK, x.device), empty_scales(groups, K, x.device)
 
 

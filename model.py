@@ -1521,9 +1521,9 @@ def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: 
 def dequantize(codes, scale, dtype: tl.constexpr, INTERPRET: tl.constexpr):
     """E4M3 codes (keys, D), as bytes, times the scale of each key: exact, a power of two times 4 bits.
 
-    The cast to FP8's neighbour BF16 takes about five instructions a pair. Cheaper: a byte's exponent and
-    mantissa moved 4 bits down, under the sign, are a BF16 number too small by 2^120. `is_pure=False` keeps
-    Triton from moving this below the copy to shared memory, where it would permute the keys of a product.
+    A cast would go by way of FP16 and FP32. Half the work: a byte's exponent and mantissa, 4 bits further down
+    under the sign, are a BF16 number too small by 2^120. is_pure=False keeps Triton from converting after the
+    copy to shared memory, byte by byte.
     """
     if INTERPRET:
         return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]).to(dtype)
@@ -1767,18 +1767,6 @@ def paged_attention(q, cache, page_table, lengths):
 # ----------------------------------------------------------------------------------------------------------
 # Head: log-probabilities of given tokens, and of sampled ones, by the same code
 
-def philox_reference(seed, c0, c1, c2, c3):
-    """First word of Philox 4x32-10 (Salmon et al. 2011), as tl.philox: 32-bit words held in int64, seed 64
-    bits."""
-    low = 0xFFFFFFFF
-    k0, k1 = seed & low, (seed >> 32) & low
-    for _ in range(10):
-        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2                           # int64 wraps: the 64 bits are right
-        c0, c1, c2, c3 = (b >> 32) & low ^ c1 ^ k0, b & low, (a >> 32) & low ^ c3 ^ k1, a & low
-        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
-    return c0
-
-
 def gumbel_reference(bits):
     """Gumbel noise of 32 random bits. The maximum is decided where the exponential e is small, so the bits'
     fine end (steps of 2^-32 near 0) is put there; u stays inside (0,1), hence the noise inside (-3, 23)."""
@@ -1805,7 +1793,7 @@ def head_reference(hidden, w, inv_temp, targets=None, noise=None, seed=None, key
     log_sum = (tile_sum * (tile_top - top[:, None]).exp()).sum(-1).log()
     if targets is None:
         name = positions[:, None].long(), keys[:, None] & 0xFFFFFFFF, (keys[:, None] >> 32) & 0xFFFFFFFF
-        gumbel = lambda ids: noise * gumbel_reference(philox_reference(seed, ids, *name))
+        gumbel = lambda ids: noise * gumbel_reference(fp8.philox_reference(seed, ids, *name)[0])
         # Tiles draw under ids beyond the vocabulary's. argmax takes the first of equal values.
         tile = (tile_top + noise * tile_sum.log() + gumbel(V + torch.arange(tiles.shape[1]))).argmax(-1)
         ids = tile[:, None] * VTILE + torch.arange(VTILE)

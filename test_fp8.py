@@ -1107,7 +1107,8 @@ def build_model():
         model.attention_backward(o, q, k, v, o, lse, packing)
         caches = [model.empty_cache(4, G, D, fp8_kv, BF16, "cpu") for fp8_kv in (False, True)]
         for cache in caches:
-            model.paged_attention(q[:2], cache, zeros(2, 3, dtype=torch.int32), packing.starts[1:])
+            for pages in (3, 40):  # one part, and several to be merged
+                model.paged_attention(q[:2], cache, zeros(2, pages, dtype=torch.int32), packing.starts[1:])
         for w in (empty(D), None):
             args = empty(305, (H + 2 * G) * D), w, w, 1e-6, torch.empty(300, D), packing.positions
             model.qk_norm_rope_backward(q, k, v, *args)
@@ -3439,13 +3440,13 @@ def test_one_update_raises_its_own_objective(tmp_path, paid):
 
 @cpu_only
 def test_fp8_learns_like_bf16(tmp_path):
-    """The same 60 supervised steps: the losses stay within 10 % of each other on the way, 3 % at the end."""
+    """The same 60 supervised steps: the losses stay within 3 % of each other."""
     curves = {}
     for precision in ("bf16", "fp8"):
-        run(tmp_path / precision, f"--precision={precision}", "--sft-steps=60", "--sft-lr=3e-3", "--steps=0")
+        run(tmp_path / precision, f"--precision={precision}", "--sft-steps=60", "--sft-lr=1.5e-3", "--steps=0")
         curves[precision] = [r["loss"] for r in read_log(tmp_path / precision) if r["kind"] == "supervised"]
     gaps = [abs(a / b - 1) for a, b in zip(*curves.values())]
-    assert curves["bf16"][-1] < 0.3 * curves["bf16"][0] and max(gaps) < 0.1 and gaps[-1] < 0.03, curves
+    assert curves["bf16"][-1] < 0.3 * curves["bf16"][0] and max(gaps) < 0.03, curves
 
 
 @pytest.mark.parametrize("kind, tied", [("qwen2", False), ("qwen3", True), ("llama", False)])
