@@ -15,6 +15,7 @@ Hopper and their binaries inspected. Nothing is downloaded: models are random an
 Comparisons with transformers and tokenizers skip where those are not installed.
 """
 
+import itertools
 import json
 import math
 import os
@@ -909,8 +910,8 @@ def build_model():
         o, lse = model.attention_forward(q, k, v, packing)
         model.attention_backward(o, q, k, v, o, lse, packing)
         caches = [model.empty_cache(4, G, D, fp8_kv, BF16, "cpu") for fp8_kv in (False, True)]
-        for cache in caches:
-            model.paged_attention(q[:2], cache, zeros(2, 3, dtype=torch.int32), packing.starts[1:])
+        for cache, pages in itertools.product(caches, (3, 65)):  # one part, and three to merge
+            model.paged_attention(q[:2], cache, zeros(2, pages, dtype=torch.int32), packing.starts[1:])
         for w in (empty(D), None):
             args = empty(305, (H + 2 * G) * D), w, w, 1e-6, torch.empty(300, D), packing.positions
             model.qk_norm_rope_backward(q, k, v, *args)
