@@ -17,6 +17,7 @@ Comparisons with transformers and tokenizers skip where those are not installed.
 
 import dataclasses
 import gc
+import itertools
 import json
 import math
 import os
@@ -546,8 +547,9 @@ def test_kernel_products_fuzz():
     rng, (most, top) = random.Random(0), (1500, 3000) if CUDA else (150, 400)
     hopper = [fp8.HOPPER] * bool(CUDA and fp8.multiprocessors(DEVICE))
     tiles = [(16, 64, True, 4, 3), (128, 128, False, 8, 3), *hopper, *(hopper and fp8.DECODE_TILES)]
-    weights = [(rng.randint(1, most), rng.randint(1, top), rng.choice((0, 128)), rng.choice((0, 128)), i % 2)
-               for i in range(3 + FUZZ // 500)]
+    weights = [(200, 23 * 128, 0, 128, 0)]  # a view of scales that does not lie on 16 bytes, as TMA wants it
+    weights += [(rng.randint(1, most), rng.randint(1, top), rng.choice((0, 128)), rng.choice((0, 128)), i % 2)
+                for i in range(2 + FUZZ // 500)]
 
     def values(codes, scales):
         return codes.double() * scales.t().double().repeat_interleave(128, 1)[:, :codes.shape[1]]
@@ -1106,9 +1108,8 @@ def build_model():
         o, lse = model.attention_forward(q, k, v, packing)
         model.attention_backward(o, q, k, v, o, lse, packing)
         caches = [model.empty_cache(4, G, D, fp8_kv, BF16, "cpu") for fp8_kv in (False, True)]
-        for cache in caches:
-            for pages in (3, 40):  # one part, and several to be merged
-                model.paged_attention(q[:2], cache, zeros(2, pages, dtype=torch.int32), packing.starts[1:])
+        for cache, pages in itertools.product(caches, (3, 65)):  # one part, and three to merge
+            model.paged_attention(q[:2], cache, zeros(2, pages, dtype=torch.int32), packing.starts[1:])
         for w in (empty(D), None):
             args = empty(305, (H + 2 * G) * D), w, w, 1e-6, torch.empty(300, D), packing.positions
             model.qk_norm_rope_backward(q, k, v, *args)
