@@ -689,7 +689,8 @@ def product_hopper(a_codes, a_scales, b_codes, b_scales, bias, out, wgrad):
     turned = b_scales.stride(1) != 1
     if turned:
         b_scales = b_scales.t()
-    if b_scales.stride(1) != 1 or b_scales.stride(0) % 4 or b_scales.data_ptr() % 16:  # TMA: lines on 16 bytes
+    if b_scales.stride(1) != 1 or b_scales.stride(0) % 4 or b_scales.data_ptr() % 16:
+        # TMA reads lines that start on 16 bytes.
         b_scales = F.pad(b_scales, (0, -b_scales.shape[1] % 4)).contiguous()
     codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

@@ -1521,9 +1521,9 @@ def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: 
 def dequantize(codes, scale, dtype: tl.constexpr, INTERPRET: tl.constexpr):
     """E4M3 codes (keys, D), as bytes, times the scale of each key: exact, a power of two times 4 bits.
 
-    A cast would go by way of FP16 and FP32. Half the work: a byte's exponent and mantissa, 4 bits further down
-    under the sign, are a BF16 number too small by 2^120. is_pure=False keeps Triton from converting after the
-    copy to shared memory, byte by byte.
+    A cast would go by way of FP16 and FP32. Half the work: a byte's exponent and mantissa, 4 bits further
+    down under the sign, are a BF16 number too small by 2^120. is_pure=False keeps Triton from converting
+    after the copy to shared memory, byte by byte.
     """
     if INTERPRET:
         return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]).to(dtype)

@@ -190,7 +190,7 @@ def test_bad_values_reach_the_scale(bad):
 
 
 def test_any_amax_gives_448():
-    """A million FP32 numbers of any size, none a NaN by a rounding above 448; below the floor they fade out."""
+    """A million FP32 numbers of any size: none is NaN by a rounding above 448; below the floor they fade out."""
     amax = torch.randint(0, 0x7F800000, (1_000_000,), dtype=torch.int32).view(FP32)
     amax[:3] = torch.tensor([0.0, 1e-12, 3.4e38])
     codes, scales = fp8.encode_reference(torch.stack((amax, -amax), 1), 1)
@@ -370,7 +370,8 @@ def test_stochastic_rounding_has_no_bias():
     for x in (math.inf, -math.inf, math.nan):
         same(fp8.round_reference(torch.full((2 ** 16,), x), noise), torch.full((2 ** 16,), x, dtype=BF16))
     # A NaN of all ones plus noise would wrap around to zero.
-    assert fp8.round_reference(torch.tensor([-1, 2 ** 31 - 1], dtype=torch.int32).view(FP32), noise[:2]).isnan().all()
+    nans = torch.tensor([-1, 2 ** 31 - 1], dtype=torch.int32).view(FP32)
+    assert fp8.round_reference(nans, noise[:2]).isnan().all()
 
 
 @pytest.mark.parametrize("keep", ["codes", "data", "both"])
@@ -390,7 +391,8 @@ def test_adamw_in_bf16_follows_fp32(keep):
             elif states == BF16 and step == 20:
                 saved = {name: x.clone() for name, x in mine.state().items()}
             for name, w in weights.items():
-                w.add_grad(torch.ones(w.shape) + torch.randn(w.shape, generator=torch.Generator().manual_seed(step)))
+                generator = torch.Generator().manual_seed(step)
+                w.add_grad(torch.ones(w.shape) + torch.randn(w.shape, generator=generator))
             mine.step(1 / 128 / 50, 1e9)
         runs[states] = mine.state(), weights
     (exact, _), (mine, weights), (again, twin) = runs.values()
@@ -634,7 +636,8 @@ def test_kernel_fuzz_quantizers():
     rng = random.Random(0)
     for case in range(int(os.environ.get("FUZZ", 300 if CUDA else 4))):
         torch.manual_seed(case)
-        M, C = int(2 ** rng.uniform(0, 9.5 if CUDA else 6)), rng.choice((72, 576, 1300) if CUDA else (72, 200))
+        M = int(2 ** rng.uniform(0, 9.5 if CUDA else 6))
+        C = rng.choice((72, 576, 1300) if CUDA else (72, 200))
         dtype, kind = rng.choice((BF16, BF16, FP32)), rng.choice(("plain", "columns", "transposed"))
         what = case, M, C, dtype, kind
         shape, view = {"plain": ((M, C), lambda x: x), "columns": ((M, C + 24), lambda x: x[:, 8:C + 8]),
@@ -3142,7 +3145,8 @@ def test_flags_of_the_loss(tmp_path, paid, capsys):
 def test_means_groups_and_learning_rate(tmp_path, paid, monkeypatch, capsys):
     flags = ["--sft-steps=0", "--steps=1", "--samples=4", "--max-new-tokens=60", "--loss-mean"]
     plain, other = (run(tmp_path / kind, *flags, kind) for kind in ("token", "completion"))
-    assert plain[0]["reward"] == other[0]["reward"] and plain[0]["grad_norm"] != other[0]["grad_norm"], "some end early"
+    assert plain[0]["reward"] == other[0]["reward"]
+    assert plain[0]["grad_norm"] != other[0]["grad_norm"], "some end early"
     trainer = train.Run(train.parse([*TINY, f"--out={tmp_path / 'drop'}", "--drop-equal", "--updates=2",
                                      "--warmup=4", "--lr-decay=0.5", "--steps=20"]))
     result = types.SimpleNamespace(tokens=[[1], [2, 3], [4], [5], [6], [7]], finish=["stop"] * 6,
