@@ -44,12 +44,13 @@ last bit, and a test can say ==. It takes six rules:
      reading the value.
   4. A reduction over a row has one kernel, whose number of warps depends on the width alone. Nothing is
      autotuned: what may differ between two runs must not decide on an order.
-  5. An FP8 tl.dot has 64 rows and 4 warps or more. Below that it becomes an FP16 product, with other bits. A
-     decode step has few tokens, so there the weights stand in for the rows and the tokens for the columns.
+  5. An FP8 product has 64 rows and 4 warps or more. Below that tl.dot becomes an FP16 product, with other
+     bits. A decode step has fewer tokens: there the weights stand in for the rows, or rows are left empty.
   6. The backward pass is deterministic too: ordered sums, no floating point atomics.
 
 The file goes topic by topic, in one order: torch reference (the specification, and all that a CPU needs),
-Triton kernel, wrapper that picks one of the two. Autograd joins the topics near the end.
+Triton kernel, wrapper that picks one of the two. The products have two more kernels, in Gluon and for Hopper
+alone, which are faster and give the plain one's bits. Autograd joins the topics near the end.
 """
 
 import functools
