@@ -511,7 +511,7 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
     # Its name in triton 3.9, and the one before.
     tma_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
-except ImportError:  # no triton, or one without Gluon
+except (ImportError, AttributeError):  # no triton, or one without Gluon or with other names in it
     gluon, gl = None, tl
 
 STAGES = gl.constexpr(4)  # of 48 KB, in 227 KB of shared memory
@@ -692,7 +692,7 @@ def product_hopper(a_codes, a_scales, b_codes, b_scales, bias, out, wgrad):
         b_scales = b_scales.t()
     if b_scales.stride(1) != 1 or b_scales.stride(0) % 4 or b_scales.data_ptr() % 16:
         # TMA reads lines that start on 16 bytes.
-        b_scales = F.pad(b_scales, (0, -b_scales.shape[1] % 4)).contiguous()
+        b_scales = empty_scales(*b_scales.shape, b_scales.device).copy_(b_scales)
     codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     launch(product_kernel, min(cdiv(M, 256) * cdiv(N, BLOCK), multiprocessors(out.device)),
@@ -1600,14 +1600,14 @@ class AdamW:
         return state | {"step": self.steps}
 
     def load_state(self, state):
-        """Resume from state(): the weights, written from the masters, get the bits that they had."""
+        """Resume from state(): the weights, written from the masters, get the bits that they had. States of
+        another dtype are converted."""
         mine = self.state()
-        wrong = sorted(mine.keys() ^ state.keys())
-        kind = lambda x: (x.shape, x.dtype)
-        wrong = wrong or [k for k, x in mine.items() if kind(x) != kind(state[k])]
-        if wrong:
-            raise ValueError(f"optimizer state: {wrong[:4]} on one side only, or of another shape or dtype: "
-                             "resume with the model, and the dtype of states, that saved it")
+        shape = lambda group, key: tuple(group[key].shape) if key in group else "absent"
+        for key in sorted(mine.keys() | state.keys()):
+            if shape(mine, key) != shape(state, key):
+                raise ValueError(f"optimizer state: {key} is {shape(state, key)} in what was saved, "
+                                 f"{shape(mine, key)} in this model: resume with the model that saved it")
         for key, tensor in mine.items():
             tensor.copy_(state[key])
         for name, w in self.weights.items():

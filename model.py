@@ -103,7 +103,7 @@ class Transformer(nn.Module):
                              "precision='bf16' (FP16 would overflow in models that were trained in BF16)")
         self.config, self.precision, self.dtype, self.kv = config, precision, dtype, kv
         device = torch.device(device or "cpu")
-        check_device(device, precision, config)
+        check_device(device, precision, config, kv)
         keep = {"bf16": "data", "fp8-rollout": "both", "fp8": "codes"}[precision]
 
         # Matrices of the layers are quantized; vectors, embedding and head never are.
@@ -229,7 +229,7 @@ class Transformer(nn.Module):
         write_tensors(folder, self.config, pairs)
 
 
-def check_device(device, precision, config):
+def check_device(device, precision, config, kv):
     """Refuse, before weights are loaded, what this device cannot compute."""
     if device.type != "cuda":
         return
@@ -237,9 +237,10 @@ def check_device(device, precision, config):
         raise RuntimeError("device 'cuda' was asked for, but torch sees no CUDA device: check the driver, or "
                            "use --device=cpu")
     major, minor = torch.cuda.get_device_capability(device)
-    if precision != "bf16" and (major, minor) < (8, 9):
+    if (precision, kv) != ("bf16", "bf16") and (major, minor) < (8, 9):
         raise RuntimeError("FP8 needs compute capability 8.9 or later, "
-                           f"{torch.cuda.get_device_name(device)} has {major}.{minor}: use --precision=bf16")
+                           f"{torch.cuda.get_device_name(device)} has {major}.{minor}: use --precision=bf16 "
+                           "--kv=bf16")
     if config.head_dim not in (16, 32, 64, 128):
         raise ValueError(f"head_dim is {config.head_dim}: the attention kernel takes 16, 32, 64 or 128")
 
@@ -387,6 +388,9 @@ class Config:
         where = Path(folder, "config.json")
         raw = _read_json(where)
         kind = raw.get("model_type")
+        if kind is None and Path(folder, "log.jsonl").exists():
+            raise ValueError(f"{folder} is the folder of a run: give one of its checkpoints, such as "
+                             f"{folder}/step-000100")
         if not isinstance(kind, str) or kind not in FAMILIES:
             raise ValueError(f"{where}: model_type {kind!r} is not supported, only {', '.join(FAMILIES)}")
         _refuse(raw, kind, where)
@@ -1085,10 +1089,11 @@ def quantize_heads_reference(x):
     """x (T, G, D) -> E4M3 codes (T, G, D), FP32 scales (T, G), and codes * scales in x.dtype: (T, G, D).
 
     A scale is that of fp8.py, amax/448, rounded up to a power of two: then the product has no rounding of its
-    own, and attention over codes has the bits of attention over BF16. NaN and Inf stay in the scale.
+    own, and attention over codes has the bits of attention over BF16. NaN and Inf stay in the scale; beyond
+    57,344 = 128 * 448 codes saturate, as `dequantize` multiplies by the scale times 2^120.
     """
     scale = x.float().abs().amax(2, keepdim=True).clamp(min=fp8.AMAX_FLOOR) / fp8.E4M3_MAX
-    power = (scale.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)
+    power = (scale.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32).clamp(max=128.0)
     scale = torch.where(scale < torch.inf, power, scale)
     codes = (x.float() / scale).clamp(-fp8.E4M3_MAX, fp8.E4M3_MAX).to(fp8.E4M3)
     return codes, scale[:, :, 0], (codes.float() * scale).to(x.dtype)
@@ -1109,7 +1114,7 @@ def qk_norm_rope_reference(qkv, q_weight, k_weight, eps, table, positions, H, G,
     for x, weight in ((q, q_weight), (k, k_weight)):
         x = x.float()
         if weight is not None:
-            rstd = 1 / (x.square().sum(-1, keepdim=True) / D + eps).sqrt()
+            rstd = 1 / fp8.sqrt_reference(x.square().sum(-1, keepdim=True) / D + eps)
             x = (x * rstd * weight.float()).to(qkv.dtype).float()
         a, b = x.chunk(2, dim=2)
         turned.append(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=2).to(qkv.dtype))
@@ -1132,7 +1137,7 @@ def qk_norm_rope_backward_reference(dq, dk, dv, qkv, q_weight, k_weight, eps, ta
         a, b = g.float().chunk(2, dim=2)
         g = torch.cat([a * cos + b * sin, b * cos - a * sin], dim=2)  # a rotation's transpose turns it back
         if weight is not None:
-            rstd = 1 / (x.float().square().sum(-1, keepdim=True) / D + eps).sqrt()
+            rstd = 1 / fp8.sqrt_reference(x.float().square().sum(-1, keepdim=True) / D + eps)
             x_hat = x.float() * rstd
             weight_grads.append((g * x_hat).sum((0, 1)))
             g = g * weight.float()
@@ -1201,7 +1206,7 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
                                  hi.to(tl.int32, bitcast=True) & 0x7FFFFFFF), 1)[:, None]
         scale = fp8.scale_of(peak.to(tl.float32, bitcast=True))
         power = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.where(scale < float("inf"), power, scale)
+        scale = tl.where(scale < float("inf"), tl.minimum(power, 128.0), scale)
         turn = tl.div_rn(1.0, scale)  # of a power of two: the products are exact, and far cheaper
         code_lo, code_hi = round_to_code(lo * turn), round_to_code(hi * turn)
         lo, hi = code_lo.to(tl.float32) * scale, code_hi.to(tl.float32) * scale
@@ -1295,12 +1300,12 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, eps, table, positions, H, G, f
 def qk_norm_rope_backward(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions):
     if not use_kernels(qkv):
         return qk_norm_rope_backward_reference(dq, dk, dv, qkv, q_weight, k_weight, eps, table, positions)
-    (T, H, D), G, tokens = dq.shape, dk.shape[1], 16
+    (T, H, D), G, tokens, qkv = dq.shape, dk.shape[1], 16, qkv.contiguous()
     tiles, warps = head_tiles(H, G, D)
     dqkv, partial = torch.empty_like(qkv), torch.empty(fp8.cdiv(T, tokens) * tiles, 2, D, device=qkv.device)
     if T:
         launch(qk_norm_rope_backward_kernel, len(partial), dq.contiguous(), dk.contiguous(), dv.contiguous(),
-               qkv.contiguous(), q_weight, k_weight, table, positions, dqkv, partial, T, eps, H, G, D, HEADS,
+               qkv, q_weight, k_weight, table, positions, dqkv, partial, T, eps, H, G, D, HEADS,
                tokens, num_warps=warps)
     return dqkv, *(partial.sum(0) if q_weight is not None else (None, None))
 
@@ -1518,14 +1523,14 @@ def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: 
 
 
 @jit
-def dequantize(codes, scale, dtype: tl.constexpr, INTERPRET: tl.constexpr):
+def dequantize(codes, scale, dtype: tl.constexpr, PLAIN: tl.constexpr):
     """E4M3 codes (keys, D), as bytes, times the scale of each key: exact, a power of two times 4 bits.
 
     A cast would go by way of FP16 and FP32. Half the work: a byte's exponent and mantissa, 4 bits further
     down under the sign, are a BF16 number too small by 2^120. is_pure=False keeps Triton from converting
     after the copy to shared memory, byte by byte.
     """
-    if INTERPRET:
+    if PLAIN:
         return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]).to(dtype)
     small = tl.inline_asm_elementwise("""{
         .reg .b32 sign, high, low;
@@ -1544,7 +1549,7 @@ def dequantize(codes, scale, dtype: tl.constexpr, INTERPRET: tl.constexpr):
 def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengths, o, tops, totals,
                            max_pages, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
                            PAGE: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
-                           INTERPRET: tl.constexpr):
+                           PLAIN: tl.constexpr):
     """One program: the newest query of one sequence, all heads of one group, padded to 16 rows, over SPLIT of
     its keys. With one part it writes o (B, H, D), else its share of the sums, for the kernel below.
 
@@ -1563,12 +1568,12 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
         valid = begin + place < length
         k, v = k_tiles.load([at, 0]), v_tiles.load([at, 0])
         if k_scales is not None:
-            k = dequantize(k, tl.load(k_scales + at + place, mask=valid, other=0), query.dtype, INTERPRET)
+            k = dequantize(k, tl.load(k_scales + at + place, mask=valid, other=0), query.dtype, PLAIN)
         scores = tl.dot(query, tl.trans(k))
         if begin + PAGE > length:
             scores = tl.where(valid[None, :], scores, float("-inf"))
         if k_scales is not None:
-            v = dequantize(v, tl.load(v_scales + at + place, mask=valid, other=0), query.dtype, INTERPRET)
+            v = dequantize(v, tl.load(v_scales + at + place, mask=valid, other=0), query.dtype, PLAIN)
         top, total, acc = softmax_step(scores, v, top, total, acc, SCALE)
     if PARTS == 1:
         acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]    # an idle slot: 0, not 0/0
@@ -1758,7 +1763,7 @@ def paged_attention(q, cache, page_table, lengths):
     if B:
         launch(paged_attention_kernel, B * parts * G, q.contiguous(), *tiles, k_scales, v_scales, page_table,
                lengths, accs, tops, totals, page_table.stride(0), H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT,
-               parts, fp8.INTERPRET, num_warps=1, num_stages=3)
+               parts, fp8.INTERPRET or torch.version.hip is not None, num_warps=1, num_stages=3)
         if parts > 1:
             launch(paged_merge_kernel, B * H, accs, tops, totals, lengths, o, H, D, SPLIT, parts, num_warps=1)
     return o

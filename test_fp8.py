@@ -410,8 +410,10 @@ def test_adamw_in_bf16_follows_fp32(keep):
             same(w.data, mine[f"master.{name}"])
         else:
             same(w.codes, fp8.quantize_blocks(mine[f"master.{name}"])[0])
-    with pytest.raises(ValueError, match="dtype of states"):
-        make_optimizer(keep)[1].load_state(mine)
+    other = make_optimizer(keep)[1]
+    other.load_state(mine)  # FP32 states from BF16 ones: the same values
+    for name in weights:
+        same(other.master[name], mine[f"master.{name}"].float())
 
 
 # ============================================================================================================
@@ -631,10 +633,9 @@ def test_kernel_swiglu(M, K):
 @needs_kernels
 def test_kernel_fuzz_quantizers():
     """Random numbers of tokens, strides and sizes of values, with zeros, NaN and Inf among them: every kernel
-    that writes codes, to the bit. FUZZ=2000 in the environment runs as many cases. Widths are few, because
-    for each the kernels are compiled."""
+    that writes codes, to the bit. Widths are few, because for each the kernels are compiled."""
     rng = random.Random(0)
-    for case in range(int(os.environ.get("FUZZ", 300 if CUDA else 4))):
+    for case in range(FUZZ):
         torch.manual_seed(case)
         M = int(2 ** rng.uniform(0, 9.5 if CUDA else 6))
         C = rng.choice((72, 576, 1300) if CUDA else (72, 200))
@@ -828,17 +829,21 @@ def test_kernel_qk_norm_rope(H, G, D, dtype, norm):
 
 
 def test_fp8_kv_definition():
-    """A power of two takes the largest value of a head to (224, 448]; codes times it are BF16 numbers."""
-    x = (torch.randn(40, 3, 16) * torch.logspace(-30, 30, 40)[:, None, None]).bfloat16()
-    x[0, 0], x[1, 0], x[2, 0, :2], x[3, 0, 0] = 0, -448 * 2.0 ** 20, torch.tensor([450.0, -226]), torch.inf
+    """A power of two takes the largest value of a head to (224, 448]; codes times it are BF16 numbers. Beyond
+    128 * 448 they saturate."""
+    x = (torch.randn(40, 3, 16) * torch.logspace(-30, 4, 40)[:, None, None]).bfloat16()
+    x[0, 0], x[1, 0], x[2, 0, :2], x[3, 0, 0] = 0, -448 * 2.0 ** 7, torch.tensor([450.0, -226]), torch.inf
+    x[4, 0, :2] = torch.tensor([3e38, 64.0])
     codes, scales, values = model.quantize_heads_reference(x)
     assert codes.dtype == fp8.E4M3 and scales.dtype == FP32 and values.dtype == BF16
     finite = torch.ones(40, 3, dtype=torch.bool)
     finite[3, 0] = False
     assert (scales[finite].double().log2() % 1 == 0).all() and not values[3, 0].isfinite().any()
-    assert scales[1, 0] == 2 ** 20 and scales[2, 0] == 2, "448 fits exactly, 450 takes the next power of two"
+    assert scales[1, 0] == 2 ** 7 and scales[2, 0] == 2, "448 fits exactly, 450 takes the next power of two"
+    assert values[4, 0, :2].tolist() == [57344, 64] and scales[4, 0] == 128
     exact = codes.double() * scales.double()[..., None]
     assert torch.equal(values[finite].double(), exact[finite])
+    finite[4, 0] = False
     large = finite & (x.float().abs().amax(2) > 1e-9)
     peak = (x.double().abs().amax(2) / scales.double())[large]
     assert (peak > 224).all() and (peak <= 448).all() and relative(values[large], x[large]) < 0.04
@@ -1093,6 +1098,9 @@ def build_fp8():
     turned = scales.t().contiguous().t()
     fp8.fprop(*x, codes, scales, torch.zeros(200, dtype=BF16), tile=fp8.HOPPER)
     fp8.fprop(*x, codes, turned, tile=fp8.HOPPER)
+    narrow = fp8.quantize_blocks_reference(torch.zeros(512, 128))  # scales (1, 4) with strides that TMA refuses
+    dy = fp8.quantize_rows_reference(torch.zeros(16, 512))
+    fp8.fprop(*dy, fp8.transpose_codes(narrow[0]), narrow[1].t(), tile=fp8.HOPPER)
     for K in (200, 256):  # columns with and without a ragged end
         xt = fp8.quantize_cols_reference(torch.zeros(300, K))
         fp8.wgrad(*xt, *xt, torch.zeros(K, K), tile=fp8.HOPPER)
@@ -2998,11 +3006,13 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path, paid, capsys):
     out = tmp_path / "run"
     run(out)
     resume = lambda *flags: run(out, "--resume", "--steps=3", *flags)
-    with pytest.raises(ValueError, match="another shape"):
+    with pytest.raises(ValueError, match=r"is \(\d+, 64\) in what was saved, \(\d+, 128\) in this model"):
         resume("--width=128")
-    with pytest.raises(ValueError, match="on one side only"):
+    with pytest.raises(ValueError, match="is absent in what was saved"):
         resume("--layers=2")
-    assert re.search(r"goes on with other flags: .*layers=2 \(was 1\)", capsys.readouterr().out)
+    assert "goes on with other flags" not in capsys.readouterr().out, "a resume that is refused changes nothing"
+    resume("--lr=1e-3", "--states=bf16")
+    assert re.search(r"other flags: .*lr=0.001 \(was .*states=bf16 \(was fp32\)", capsys.readouterr().out)
     folder = newest(out)
     whole = (folder / "optimizer.safetensors").read_bytes()
     for content in (whole[:-100], whole[:50], b"", b"version https://git-lfs"):
@@ -3342,7 +3352,7 @@ def test_out_of_memory_names_flags_that_help(tmp_path, paid):
     try:
         with pytest.raises(RuntimeError, match="out of GPU memory .* give --.*\n.*--resume") as error:
             run(tmp_path / "run", *flags, "--resume", "--micro-tokens=999999", "--steps=2")
-        helps = re.findall(r"--[a-z-]+(?:=\d+)?", str(error.value).splitlines()[0])
+        helps = re.findall(r"--[a-z-]+(?:=\w+)?", str(error.value).splitlines()[0])
         assert helps and train.checkpoints(tmp_path / "run") == ["step-000000", "step-000001"]
         del error
         gc.collect()

@@ -188,6 +188,9 @@ def check(cfg):
                          "both must be above 0")
     if not 0 <= cfg.seed < 2**63:
         raise ValueError(f"--seed={cfg.seed}: it must be a number of 0 to 2^63 - 1")
+    if cfg.drop_equal and cfg.kl:
+        raise ValueError(f"--drop-equal leaves out groups that --kl={cfg.kl} still learns from: give one of "
+                         "the two")
     if cfg.tis and cfg.precision != "fp8-rollout":
         raise ValueError(f"--tis={cfg.tis} weighs the gap of --precision=fp8-rollout, not of {cfg.precision}")
     files = cfg.data.split(",")
@@ -696,17 +699,13 @@ class Run:
     # ---- disk
 
     def prepare_folder(self):
-        """The run folder, writable, and a copy of the sources as they run."""
+        """The run folder, writable, with room for a checkpoint."""
         cfg = self.cfg
         if os.path.isdir(cfg.out) and checkpoints(cfg.out) and not cfg.resume:
             raise ValueError(f"--out={cfg.out} holds checkpoints: add --resume, or give another folder")
-        self.tell_changes(os.path.join(cfg.out, "config.json"))
-        here = os.path.dirname(os.path.abspath(__file__))
         try:
             os.makedirs(os.path.join(cfg.out, "source"), exist_ok=True)
-            for name in ("model.py", "fp8.py", "rollout.py", "grpo.py", "train.py"):
-                shutil.copy(os.path.join(here, name), os.path.join(cfg.out, "source", name))
-            write_json(os.path.join(cfg.out, "config.json"), dataclasses.asdict(cfg))
+            open(os.path.join(cfg.out, "log.jsonl"), "a").close()
         except OSError as error:
             raise OSError(f"--out={cfg.out} cannot be written ({error.strerror}): give another folder")
         takes, free = self.checkpoint_bytes, shutil.disk_usage(cfg.out).free
@@ -714,16 +713,23 @@ class Run:
             raise OSError(f"--out={cfg.out} has {free / 2**30:.1f} GiB free, a checkpoint takes "
                           f"{takes / 2**30:.1f}: make room, or give another folder")
 
-    def tell_changes(self, path):
-        """A resumed run takes its flags from the command line: what differs from the run before is said."""
-        if not os.path.exists(path):
+    def keep_flags(self):
+        """The flags and sources of the run, in its folder, once a resume was not refused. Flags come from the
+        command line: what differs from the run before is said."""
+        if self.ranks.rank:
             return
-        with open(path, encoding="utf-8") as f:
-            before = json.load(f)
-        changed = [f"{k}={v} (was {before[k]})" for k, v in dataclasses.asdict(self.cfg).items()
-                   if k not in ("resume", "debug", "out") and before.get(k, v) != v]
-        if changed:
-            print(f"note: the run in {self.cfg.out} goes on with other flags: {', '.join(changed)}")
+        path, flags = os.path.join(self.cfg.out, "config.json"), dataclasses.asdict(self.cfg)
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as f:
+                before = json.load(f)
+            changed = [f"{k}={v} (was {before[k]})" for k, v in flags.items()
+                       if k not in ("resume", "debug", "out") and before.get(k, v) != v]
+            if changed:
+                print(f"note: the run in {self.cfg.out} goes on with other flags: {', '.join(changed)}")
+        for name in ("model.py", "fp8.py", "rollout.py", "grpo.py", "train.py"):
+            shutil.copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), name),
+                        os.path.join(self.cfg.out, "source", name))
+        write_json(path, flags)
 
     def log(self, record):
         """One JSON object a line, in ASCII, so no odd text can break it; NaN and Inf become null."""
@@ -931,8 +937,9 @@ def plan(run):
 def time_left(run, seconds):
     """After the second step, the first that compiles nothing."""
     rest = run.cfg.steps - run.step - 1
-    print(f"note: this step took {seconds:.1f} s; the other {rest} may take "
-          f"{datetime.timedelta(seconds=round(rest * seconds))}")
+    if rest:
+        print(f"note: this step took {seconds:.1f} s; the other {rest} may take "
+              f"{datetime.timedelta(seconds=round(rest * seconds))}")
 
 
 def summary(run):
@@ -944,7 +951,7 @@ def summary(run):
     steps = [r for r in records if r["kind"] == "step"]
     if not steps:
         return
-    total = lambda key: sum(r[key] for r in steps)
+    total = lambda key: sum(r.get(key, 0) for r in steps)
     accuracy = [r["accuracy"] for r in records if r["kind"] == "eval"]
     print(f"summary: {len(steps)} steps, {steps[-1]['skipped']} updates skipped; {total('tokens'):,} tokens "
           f"sampled, of whose log-probs {total('differing_tokens'):,.0f} differ from the trainer's\n"
@@ -1051,7 +1058,7 @@ def record(run, rollout, rewards, batches, means, results, clock):
 def watch(run, r):
     """Say what a person should know who looks at the log later."""
     run.silent = run.silent + 1 if r["equal_groups"] == 1.0 else 0
-    if run.silent in (3, 30, 300):
+    if run.silent in (3, 30, 300) and not run.cfg.kl:
         print(f"warning: for {run.silent} steps every group had equal rewards, so there was no gradient "
               f"(truncated {r['truncated']:.0%}: try --max-new-tokens, an easier task, or more --sft-steps)")
     if run.cfg.drop_truncated and r["truncated"] == 1.0:
@@ -1098,7 +1105,9 @@ def work(run):
     cfg = run.cfg
     header(run)
     plan(run)
-    if not run.restore():
+    resumed = run.restore()
+    run.keep_flags()
+    if not resumed:
         run.evaluate("at the start")
         supervised(run)
         for moment in (*run.optimizer.m.values(), *run.optimizer.v.values(), run.optimizer.steps):
@@ -1131,8 +1140,9 @@ def work(run):
         print(f"interrupted after {run.step} steps, saved {run.save()}: --out={cfg.out} --resume goes on")
         return
     run.evaluate("at the end")
+    folder = run.save()
     summary(run)
-    print(f"saved {run.save()} | {time.time() - run.start_clock:.0f} s in all")
+    print(f"saved {folder} | {time.time() - run.start_clock:.0f} s in all")
 
 
 def fail(text):
