@@ -983,19 +983,26 @@ def timed_rollout(model, slots, prompts, n, limits):
     return result
 
 
-def transformers_rate(prompts, new):
-    """Tokens/s of transformers' generate in BF16 at the 1.7B shape, or None where it is not installed."""
+def transformers_model():
+    """The library's model at the 1.7B shape, in BF16, or None where it is not installed."""
     try:
         from transformers import Qwen3Config, Qwen3ForCausalLM
     except ImportError:
-        note("note: transformers is not installed: no x_transformers")
-        return None
+        return note("note: transformers is not installed: no x_transformers")
     C, H, width = QWEN3["1.7B"]
-    config = Qwen3Config(vocab_size=151936, hidden_size=C, intermediate_size=width, num_hidden_layers=28,
-                         num_attention_heads=H, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    config = Qwen3Config(vocab_size=151936, hidden_size=C, intermediate_size=width,
+                         num_hidden_layers=LAYERS["1.7B"], num_attention_heads=H, num_key_value_heads=8,
+                         head_dim=128, tie_word_embeddings=True, max_position_embeddings=40960,
                          eos_token_id=None, pad_token_id=0)
     with torch.device("cuda"):
-        theirs = Qwen3ForCausalLM(config).bfloat16()
+        return Qwen3ForCausalLM(config).bfloat16()
+
+
+def transformers_rate(prompts, new):
+    """Tokens/s of transformers' generate, or None where it is not installed."""
+    theirs = transformers_model()
+    if theirs is None:
+        return None
     ids = torch.tensor(prompts, device="cuda")
     run = lambda count: theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count,
                                         min_new_tokens=count, do_sample=True, top_k=0)
@@ -1014,7 +1021,8 @@ def rollout_section(rows, quick):
     longest = 256 if quick else 1024
     prompts, limits = rollout_request(64, 8, longest)
     for size in ["1.7B"] if quick else ["1.7B", "8B"]:
-        bf16 = None
+        bf16, square = None, [[i] * 128 for i in range(256)]
+        theirs = transformers_rate(square, 128) if size == "1.7B" else None
         for precision, kv in FLOWS:
             model = random_model(size, precision, kv)
             out = timed_rollout(model, 256, prompts, 8, limits)
@@ -1023,9 +1031,7 @@ def rollout_section(rows, quick):
                       x_bf16=out.tok_per_s / bf16, occupancy=out.occupancy, seconds=out.seconds,
                       tokens=out.n_tokens, steps=out.steps)
             if size == "1.7B":
-                square = [[i] * 128 for i in range(256)]
                 out = timed_rollout(model, 256, square, 1, [128] * 256)
-                theirs = transformers_rate(square, 128) if (precision, kv) == FLOWS[0] else theirs
                 table.add("256 x (128 + 128)", size, precision=precision, kv=kv, tok_per_s=out.tok_per_s,
                           x_transformers=over(out.tok_per_s, theirs) if theirs else None,
                           occupancy=out.occupancy, seconds=out.seconds)
@@ -1122,16 +1128,9 @@ def train_rows(table, size, lengths, bf16):
 
 def transformers_seconds(recompute):
     """One step of the library as it comes: BF16, SDPA, fused AdamW; 8 sequences of 1024 tokens. (s, GiB)"""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    hidden, heads, width = QWEN3["1.7B"]
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(Qwen3Config(
-            vocab_size=151936, hidden_size=hidden, intermediate_size=width, num_hidden_layers=LAYERS["1.7B"],
-            num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
-            max_position_embeddings=40960, dtype="bfloat16")).to(torch.bfloat16)
-    model.train()
+    model = transformers_model().train()
     if recompute:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)

@@ -157,10 +157,10 @@ def quantize_blocks_reference(w):
 
 
 @jit
-def encode(x, AXIS: tl.constexpr):
-    """encode_reference for an FP32 tile reduced along AXIS; -> codes, scales without that axis."""
-    scale = scale_of(tl.max(magnitude(x), AXIS).to(tl.float32, bitcast=True))
-    return codes_of(x, tl.expand_dims(scale, AXIS)), scale
+def encode(x):
+    """encode_reference for the rows of an FP32 tile; -> codes, scales (rows,)."""
+    scale = scale_of(tl.max(magnitude(x), 1).to(tl.float32, bitcast=True))
+    return codes_of(x, scale[:, None]), scale
 
 
 @jit
@@ -184,7 +184,7 @@ def codes_of(x, scale):
 @jit
 def store_rows(x, codes, scales, quads, group, m, k, M, K: tl.constexpr, CODES_LINE: tl.constexpr):
     """Quantize the FP32 tile x, rows m of a group of 128 columns k, and store it; quads * 4 scales a line."""
-    q, s = encode(x, 1)
+    q, s = encode(x)
     tl.store(codes + m[:, None].to(tl.int64) * CODES_LINE + k, q, mask=(m[:, None] < M) & (k < K))
     tl.store(scales + group * (quads * 4) + m, s, mask=m < M)
 
@@ -1071,7 +1071,7 @@ def norm_kernel(h, delta, w, h_new, rstd, y, codes, scales, quads, eps,
     if codes is None:
         tl.store(y + row * C + c, out, mask=c < C)
     else:
-        q, s = encode(out.to(tl.float32), 1)
+        q, s = encode(out.to(tl.float32))
         tl.store(codes + row * CODES_LINE + c, q, mask=c < C)
         tl.store(scales + group * (quads * 4) + row, s, mask=group * 128 < C)
 

@@ -241,7 +241,7 @@ def check_device(device, precision, config, kv):
         raise RuntimeError("FP8 needs compute capability 8.9 or later, "
                            f"{torch.cuda.get_device_name(device)} has {major}.{minor}: use --precision=bf16 "
                            "--kv=bf16")
-    if config.head_dim not in (16, 32, 64, 128):
+    if config.head_dim not in HEAD_SIZES:
         raise ValueError(f"head_dim is {config.head_dim}: the attention kernel takes 16, 32, 64 or 128")
 
 
@@ -1018,6 +1018,7 @@ PAGE = 64
 # 16,384 keys take 55, 71 and 260 us a layer so, and unsplit 330, 340 and 381. The forward pass loses 1 %.
 SPLIT = 2048
 VTILE = 256                  # vocabulary columns of one (max, sum) partial in the head
+HEAD_SIZES = 16, 32, 64, 128     # that the attention kernels take
 LOG2E = 1.4426950408889634   # the GPU has exp2 only: log2(e) is folded into the softmax scale
 
 
@@ -1202,8 +1203,7 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
     code_lo, code_hi = lo, hi
     if k_scales is not None:
         lo, hi = lo.to(tl.float32), hi.to(tl.float32)
-        peak = tl.max(tl.maximum(lo.to(tl.int32, bitcast=True) & 0x7FFFFFFF,
-                                 hi.to(tl.int32, bitcast=True) & 0x7FFFFFFF), 1)[:, None]
+        peak = tl.max(tl.maximum(fp8.magnitude(lo), fp8.magnitude(hi)), 1)[:, None]
         scale = fp8.scale_of(peak.to(tl.float32, bitcast=True))
         power = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(scale < float("inf"), tl.minimum(power, 128.0), scale)
@@ -1601,7 +1601,7 @@ def paged_merge_kernel(accs, tops, totals, lengths, o, H: tl.constexpr, D: tl.co
 
 
 def check_head_size(D):
-    if D not in (16, 32, 64, 128):
+    if D not in HEAD_SIZES:
         raise ValueError(f"head_dim {D}: the GPU kernels take 16, 32, 64 or 128; use a CPU for others")
 
 

@@ -190,7 +190,7 @@ def test_bad_values_reach_the_scale(bad):
 
 
 def test_any_amax_gives_448():
-    """A million FP32 numbers of any size: none is NaN by a rounding above 448; below the floor they fade out."""
+    """A million FP32 numbers of any size: none is NaN by a rounding above 448; below the floor they fade."""
     amax = torch.randint(0, 0x7F800000, (1_000_000,), dtype=torch.int32).view(FP32)
     amax[:3] = torch.tensor([0.0, 1e-12, 3.4e38])
     codes, scales = fp8.encode_reference(torch.stack((amax, -amax), 1), 1)
@@ -1098,7 +1098,7 @@ def build_fp8():
     turned = scales.t().contiguous().t()
     fp8.fprop(*x, codes, scales, torch.zeros(200, dtype=BF16), tile=fp8.HOPPER)
     fp8.fprop(*x, codes, turned, tile=fp8.HOPPER)
-    narrow = fp8.quantize_blocks_reference(torch.zeros(512, 128))  # scales (1, 4) with strides that TMA refuses
+    narrow = fp8.quantize_blocks_reference(torch.zeros(512, 128))  # scales (1, 4), strides that TMA refuses
     dy = fp8.quantize_rows_reference(torch.zeros(16, 512))
     fp8.fprop(*dy, fp8.transpose_codes(narrow[0]), narrow[1].t(), tile=fp8.HOPPER)
     for K in (200, 256):  # columns with and without a ragged end
@@ -2433,7 +2433,7 @@ def step_state(rows, width, steps):
 
 @needs_kernels
 def test_kernel_advance():
-    """Rows that run on, reach their limit, meet a stop id, were idle: the reference's bits, twice in a row."""
+    """Rows that run on, reach their limit, meet a stop id, were idle: the reference's bits, twice."""
     mine, theirs = step_state(48, 4, 8), step_state(48, 4, 8)
     for seed in range(2):
         token, logprob = torch.randint(0, 131, (40,)).to(DEVICE), torch.randn(40).to(DEVICE)
@@ -3010,7 +3010,8 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path, paid, capsys):
         resume("--width=128")
     with pytest.raises(ValueError, match="is absent in what was saved"):
         resume("--layers=2")
-    assert "goes on with other flags" not in capsys.readouterr().out, "a resume that is refused changes nothing"
+    said = capsys.readouterr().out
+    assert "goes on with other flags" not in said, "a resume that is refused changes nothing"
     resume("--lr=1e-3", "--states=bf16")
     assert re.search(r"other flags: .*lr=0.001 \(was .*states=bf16 \(was fp32\)", capsys.readouterr().out)
     folder = newest(out)
@@ -3458,7 +3459,8 @@ def test_fp8_learns_like_bf16(tmp_path):
     """The same 60 supervised steps: the losses stay within 3 % of each other."""
     curves = {}
     for precision in ("bf16", "fp8"):
-        run(tmp_path / precision, f"--precision={precision}", "--sft-steps=60", "--sft-lr=1.5e-3", "--steps=0")
+        flags = f"--precision={precision}", "--sft-steps=60", "--sft-lr=1.5e-3", "--steps=0"
+        run(tmp_path / precision, *flags)
         curves[precision] = [r["loss"] for r in read_log(tmp_path / precision) if r["kind"] == "supervised"]
     gaps = [abs(a / b - 1) for a, b in zip(*curves.values())]
     assert curves["bf16"][-1] < 0.3 * curves["bf16"][0] and max(gaps) < 0.03, curves
