@@ -1545,44 +1545,43 @@ def dequantize(codes, scale, dtype: tl.constexpr, PLAIN: tl.constexpr):
     return small * (scale * 1.329227995784916e36).to(tl.bfloat16)[:, None]
 
 
-@jit(do_not_specialize=["max_pages"])
-def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengths, o, tops, totals,
-                           max_pages, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
-                           PAGE: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
-                           PLAIN: tl.constexpr):
-    """One program: the newest query of one sequence, all heads of one group, padded to 16 rows, over SPLIT of
-    its keys. With one part it writes o (B, H, D), else its share of the sums, for the kernel below.
+@jit(do_not_specialize=["max_pages", "B"])
+def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengths, o, accs, tops, totals,
+                           max_pages, B, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                           SCALE: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
+                           ACROSS: tl.constexpr, PLAIN: tl.constexpr):
+    """One program: the newest query of one sequence, all heads of one group, padded to 16 rows, over every
+    ACROSS-th part of SPLIT keys. A lone part ends in o (B, H, D), else each in sums for the kernel below.
 
     The number of pages comes from the device: a CUDA graph serves every length. Unused places of a page must
     be finite: they count 0 times.
     """
-    g, part, b = tl.program_id(0) % G, tl.program_id(0) // G % PARTS, tl.program_id(0) // (G * PARTS)
+    b, g, start = tl.program_id(0) // G % B, tl.program_id(0) % G, tl.program_id(0) // (B * G)
     length, i, place = tl.load(lengths + b), tl.arange(0, 16), tl.arange(0, PAGE)
-    if part * SPLIT >= tl.maximum(length, 1):
-        return
     used, row, d = i < H // G, b * H + g * (H // G) + i, tl.arange(0, D)[None, :]
     query = tl.load(q + row[:, None] * D + d, mask=used[:, None], other=0)
-    top, total, acc = no_keys(16, D)
-    for begin in range(part * SPLIT, tl.minimum(length, part * SPLIT + SPLIT), PAGE):
-        at = (tl.load(table + b * max_pages + begin // PAGE) * G + g) * PAGE
-        valid = begin + place < length
-        k, v = k_tiles.load([at, 0]), v_tiles.load([at, 0])
-        if k_scales is not None:
-            k = dequantize(k, tl.load(k_scales + at + place, mask=valid, other=0), query.dtype, PLAIN)
-        scores = tl.dot(query, tl.trans(k))
-        if begin + PAGE > length:
-            scores = tl.where(valid[None, :], scores, float("-inf"))
-        if k_scales is not None:
-            v = dequantize(v, tl.load(v_scales + at + place, mask=valid, other=0), query.dtype, PLAIN)
-        top, total, acc = softmax_step(scores, v, top, total, acc, SCALE)
-    if PARTS == 1:
-        acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]    # an idle slot: 0, not 0/0
-        tl.store(o + row[:, None] * D + d, acc.to(o.dtype.element_ty), mask=used[:, None])
-    else:
-        row = row * PARTS + part
-        tl.store(o + row[:, None] * D + d, acc, mask=used[:, None])
-        tl.store(tops + row, top, mask=used)
-        tl.store(totals + row, total, mask=used)
+    for part in range(start, tl.cdiv(tl.maximum(length, 1), SPLIT), ACROSS):
+        top, total, acc = no_keys(16, D)
+        for begin in range(part * SPLIT, tl.minimum(length, part * SPLIT + SPLIT), PAGE):
+            at = (tl.load(table + b * max_pages + begin // PAGE) * G + g) * PAGE
+            valid = begin + place < length
+            k, v = k_tiles.load([at, 0]), v_tiles.load([at, 0])
+            if k_scales is not None:
+                k = dequantize(k, tl.load(k_scales + at + place, mask=valid, other=0), query.dtype, PLAIN)
+            scores = tl.dot(query, tl.trans(k))
+            if begin + PAGE > length:
+                scores = tl.where(valid[None, :], scores, float("-inf"))
+            if k_scales is not None:
+                v = dequantize(v, tl.load(v_scales + at + place, mask=valid, other=0), query.dtype, PLAIN)
+            top, total, acc = softmax_step(scores, v, top, total, acc, SCALE)
+        if length <= SPLIT:
+            acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]   # an idle slot: 0, not 0/0
+            tl.store(o + row[:, None] * D + d, acc.to(o.dtype.element_ty), mask=used[:, None])
+        else:
+            at = row * PARTS + part
+            tl.store(accs + at[:, None] * D + d, acc, mask=used[:, None])
+            tl.store(tops + at, top, mask=used)
+            tl.store(totals + at, total, mask=used)
 
 
 @jit
@@ -1591,12 +1590,14 @@ def paged_merge_kernel(accs, tops, totals, lengths, o, H: tl.constexpr, D: tl.co
     """One program: one head of one sequence, whose parts it merges in order, as the trainer does."""
     row, one, d = tl.program_id(0), tl.arange(0, 1), tl.arange(0, D)[None, :]
     length = tl.load(lengths + row // H)
+    if length <= SPLIT:
+        return
     top, total, acc = no_keys(1, D)
     for part in range(tl.cdiv(length, SPLIT)):
         at = row * PARTS + part + one
         part_acc = tl.load(accs + at[:, None] * D + d)
         top, total, acc = merge(top, total, acc, tl.load(tops + at), tl.load(totals + at), part_acc)
-    acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]
+    acc = acc * tl.div_rn(1.0, total)[:, None]
     tl.store(o + row * D + d, acc.to(o.dtype.element_ty))
 
 
@@ -1756,14 +1757,14 @@ def paged_attention(q, cache, page_table, lengths):
         k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
     tiles = [TensorDescriptor.from_tensor(x.view(-1, D), [PAGE, D]) for x in (k_pages, v_pages)]
     o, parts = torch.empty_like(q), fp8.cdiv(page_table.shape[1] * PAGE, SPLIT)
-    accs, tops, totals = o, None, None
-    if parts > 1:
-        accs = torch.empty(B, H, parts, D, device=q.device)
-        tops, totals = torch.empty(2, B, H, parts, device=q.device)
+    accs = torch.empty(B, H, parts, D, device=q.device)
+    tops, totals = torch.empty(2, B, H, parts, device=q.device)
     if B:
-        launch(paged_attention_kernel, B * parts * G, q.contiguous(), *tiles, k_scales, v_scales, page_table,
-               lengths, accs, tops, totals, page_table.stride(0), H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT,
-               parts, fp8.INTERPRET or torch.version.hip is not None, num_warps=1, num_stages=3)
+        # A part that a short sequence does not have costs a program's start: 512 fill two waves of an H200.
+        across = min(parts, max(1, 512 // (B * G)))
+        launch(paged_attention_kernel, B * G * across, q.contiguous(), *tiles, k_scales, v_scales, page_table,
+               lengths, o, accs, tops, totals, page_table.stride(0), B, H, G, D, D ** -0.5 * LOG2E, PAGE,
+               SPLIT, parts, across, fp8.INTERPRET or torch.version.hip is not None, num_warps=1, num_stages=3)
         if parts > 1:
             launch(paged_merge_kernel, B * H, accs, tops, totals, lengths, o, H, D, SPLIT, parts, num_warps=1)
     return o

@@ -1050,7 +1050,7 @@ class Recorder:
         print("BUILT", self.name, read, *found, "shared", compiled.metadata.shared, flush=True)
         # Kernels that need all the registers of a thread spill a few numbers of their bookkeeping (bytes; the
         # larger figure of triton 3.6 and 3.9): none of them a value of the sums.
-        allowed = {"attention_dkv_kernel": 16, "paged_attention_kernel": 40, "product_kernel": 8}
+        allowed = {"attention_dkv_kernel": 16, "paged_attention_kernel": 80, "product_kernel": 8}
         if read["STACK"] > allowed.get(self.name, -1):
             assert not {"LDL", "STL"} & set(found) and not read["LOCAL"], f"{self.name} spills"
         if self.name in MATRIX_UNITS:
@@ -3343,8 +3343,8 @@ def test_rollout_and_update_hand_memory_over(tmp_path, paid):
 @needs_gpu
 def test_out_of_memory_names_flags_that_help(tmp_path, paid):
     """An update too large for what the process may have; the run goes on with what the message says."""
-    flags = ["--device=cuda", "--width=512", "--layers=6", "--prompts=16", "--samples=32", "--save-every=1",
-             "--max-new-tokens=128"]
+    flags = ["--device=cuda", "--width=512", "--layers=6", "--prompts=32", "--samples=64", "--save-every=1",
+             "--max-new-tokens=128"]                       # tens of thousands of tokens, whatever their lengths
     run(tmp_path / "run", *flags, "--steps=1", "--micro-tokens=8192")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
