@@ -23,6 +23,7 @@ offers without kernels of one's own. Inputs rotate over more memory than the L2 
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
 import functools
 import itertools
@@ -889,6 +890,15 @@ def step_bytes(sampler, B, context):
             + B * context * sampler._page_bytes() // PAGE)
 
 
+@contextlib.contextmanager
+def only_80_gb():
+    """Takes the rest of this GPU's memory away."""
+    torch.cuda.empty_cache()
+    taken = torch.empty(torch.cuda.mem_get_info()[0] - 80 * 10**9, dtype=torch.uint8, device="cuda")
+    yield
+    del taken
+
+
 def at_context(sampler, B, context):
     """Sets the sampler's rows as if B sequences had come so far; their pages lie scattered in the pool."""
     each, row = pages_for(context + 64), torch.arange(B, device="cuda")
@@ -971,16 +981,21 @@ def rollout_request(prompts, n, longest):
     return ids, [min(longest, 1 + int(longest / 10 * math.exp(rng.gauss(0, 1)))) for _ in range(prompts * n)]
 
 
-def timed_rollout(model, slots, prompts, n, limits):
-    """generate() with its graphs captured before: a training run captures them once."""
+def rollout_row(table, model, size, bf16, prompts, n, limits, case, slots=256, theirs=None):
+    """generate() with its graphs captured before: a training run captures them once. `bf16` keeps the first
+    rate of each case."""
     sampler = Sampler(model, max_slots=slots)
     sampler.generate(prompts, n, limits, stop=range(model.config.vocab_size))       # each stops at once
     for B in BUCKETS:
-        if B <= slots:
+        if B <= sampler.slots:
             sampler._graph(B)
-    result = sampler.generate(prompts, n, limits, stop=[])
+    out = sampler.generate(prompts, n, limits, stop=[])
+    rate = bf16.setdefault((size, case), out.tok_per_s)
+    table.add(case, size, precision=model.precision, kv=model.kv, tok_per_s=out.tok_per_s,
+              x_bf16=out.tok_per_s / rate, x_transformers=theirs and out.tok_per_s / theirs,
+              occupancy=out.occupancy, seconds=out.seconds, tokens=out.n_tokens, steps=out.steps,
+              preemptions=out.preemptions)
     sampler.release()
-    return result
 
 
 def transformers_model():
@@ -1015,27 +1030,28 @@ def transformers_rate(prompts, new):
 
 
 def rollout_section(rows, quick):
-    """The sampling of a GRPO step, prefill and host included; then a batch that transformers can serve."""
+    """The sampling of a GRPO step, prefill and host included: a batch that transformers can serve, batches of
+    one length, lengths with a long tail; last, up to 16k tokens on 80 GB."""
     table = Table("rollout", rows, "precision", "kv", "tok_per_s", "x_bf16", "x_transformers", "occupancy",
                   "seconds", key="model")
-    longest = 256 if quick else 1024
-    prompts, limits = rollout_request(64, 8, longest)
+    longest, bf16 = 256 if quick else 4096, {}
     for size in ["1.7B"] if quick else ["1.7B", "8B"]:
-        bf16, square = None, [[i] * 128 for i in range(256)]
+        square = [[i] * 128 for i in range(256)]
         theirs = transformers_rate(square, 128) if size == "1.7B" else None
         for precision, kv in FLOWS:
-            model = random_model(size, precision, kv)
-            out = timed_rollout(model, 256, prompts, 8, limits)
-            bf16 = bf16 or out.tok_per_s
-            table.add(f"64 x 8 up to {longest}", size, precision=precision, kv=kv, tok_per_s=out.tok_per_s,
-                      x_bf16=out.tok_per_s / bf16, occupancy=out.occupancy, seconds=out.seconds,
-                      tokens=out.n_tokens, steps=out.steps)
+            row = functools.partial(rollout_row, table, random_model(size, precision, kv), size, bf16)
             if size == "1.7B":
-                out = timed_rollout(model, 256, square, 1, [128] * 256)
-                table.add("256 x (128 + 128)", size, precision=precision, kv=kv, tok_per_s=out.tok_per_s,
-                          x_transformers=over(out.tok_per_s, theirs) if theirs else None,
-                          occupancy=out.occupancy, seconds=out.seconds)
-            del model
+                row(square, 1, 128, "256 x (128 + 128)", theirs=theirs)
+            for B in () if quick else (64, 256):
+                row(square[:B], 1, 1024, f"{B} x (128 + 1024)")
+            prompts, limits = rollout_request(64, 8, longest)
+            row(prompts, 8, limits, f"64 x 8 up to {longest}")
+            del row
+    if not quick:
+        with only_80_gb():
+            prompts, limits = rollout_request(64, 8, 16384)
+            rollout_row(table, random_model("1.7B", "fp8", "bf16"), "1.7B", {}, prompts, 8, limits,
+                        "64 x 8 up to 16384, 80 GB", slots=None)
 
 
 # ---- train: forward, backward, optimizer; step: rollout and update -----------------------------------------
@@ -1043,12 +1059,12 @@ def rollout_section(rows, quick):
 BATCH = 4                                 # micro-batches of a batch: 1 update of all, or 4 of one each
 
 
-def trained_model(size, precision):
+def trained_model(size, precision, **flags):
     """-> flags, model and optimizer. On one H200 8B runs its layers again in the backward pass, and has
     masters and moments in BF16."""
     large = size == "8B"
-    cfg = train.Config(precision=precision, micro_tokens=16384, recompute=large,
-                       states="bf16" if large else "fp32")
+    cfg = dataclasses.replace(train.Config(precision=precision, micro_tokens=16384, recompute=large,
+                                           states="bf16" if large else "fp32"), **flags)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = random_model(size, precision, "bf16")
@@ -1171,42 +1187,54 @@ def train_section(rows, quick):
     transformers_rows(table)
 
 
-def whole_step(size, precision, prompts, samples, length):
-    """One GRPO step, rollout and update, as train.py runs it. -> seconds of both, GiB"""
-    cfg, model, optimizer = trained_model(size, precision)
+def whole_step(size, precision, prompts, samples, length, **flags):
+    """One GRPO step, rollout and update, as train.py runs it. -> seconds of both, peak in GiB"""
+    before = torch.cuda.memory_allocated()
+    cfg, model, optimizer = trained_model(size, precision, **flags)
     sampler, one = Sampler(model), torch.ones(1, device="cuda")
     needs = 1.1 * sum(list(train.memory(model.config, cfg, cfg.micro_tokens).values())[-2:])
     questions = [torch.randint(151936, (128,)).tolist() for _ in range(prompts)]
 
-    def step(stop):
-        torch.cuda.synchronize()
-        t0 = time.perf_counter()
-        out = sampler.generate(questions, samples, length, stop=stop)
-        train.hand_over(sampler, needs)
-        t1 = time.perf_counter()
-        pairs = [(questions[i // samples], tokens) for i, tokens in enumerate(out.tokens)]
-        for micro in train.micro_batches(pairs, cfg.micro_tokens):
+    def update(completions, micro_batches=None):
+        pairs = [(questions[i // samples], tokens) for i, tokens in enumerate(completions)]
+        for micro in itertools.islice(train.micro_batches(pairs, cfg.micro_tokens), micro_batches):
             loss_of(model, micro, one, prompts * samples * length).backward()
         optimizer.step(1e-6, 1.0)
         torch.cuda.synchronize()
-        return t1 - t0, time.perf_counter() - t1
 
-    step(stop=list(range(151936)))                    # one token each: compiles, captures, takes its memory
-    return *step(stop=[]), torch.cuda.max_memory_allocated() / 2**30
+    # First one token each, and one micro-batch: this compiles, captures and takes its memory.
+    sampler.generate(questions, samples, length, stop=range(151936))
+    update([[0] * length] * (prompts * samples), 1)
+    train.hand_over(sampler, needs)
+    t0 = time.perf_counter()
+    out = sampler.generate(questions, samples, length, stop=[])
+    train.hand_over(sampler, needs)
+    t1 = time.perf_counter()
+    update(out.tokens)
+    return t1 - t0, time.perf_counter() - t1, (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def step_row(table, size, precision, prompts, samples, length, where="", bf16=None, **flags):
+    rollout, update, peak = whole_step(size, precision, prompts, samples, length, **flags)
+    table.add(f"{prompts * samples} x {length}{where}", size, precision=precision,
+              tok_per_s=prompts * samples * length / (rollout + update), rollout_s=rollout, update_s=update,
+              gib=peak, x_bf16=over(bf16, rollout + update))
+    return rollout + update
 
 
 def step_section(rows, quick):
+    """At 4B and 8B in three precisions; then what fits into 80 GB."""
     columns = "precision", "tok_per_s", "rollout_s", "update_s", "gib", "x_bf16"
     table = Table("step", rows, *columns, key="model")
-    prompts, samples, length = 8, 8, 128 if quick else 512
-    for size in ["1.7B"] if quick else LAYERS:
-        for precision in ("bf16", "fp8-rollout", "fp8"):
-            rollout, update, peak = whole_step(size, precision, prompts, samples, length)
-            if precision == "bf16":
-                bf16 = rollout + update
-            table.add(f"{prompts * samples} x {length}", size, precision=precision,
-                      tok_per_s=prompts * samples * length / (rollout + update), rollout_s=rollout,
-                      update_s=update, gib=peak, x_bf16=bf16 / (rollout + update))
+    for size in ["1.7B"] if quick else ["8B", "4B"]:
+        bf16 = None
+        for precision in ("bf16", "fp8", "fp8-rollout"):
+            seconds = step_row(table, size, precision, 8, 8, 128 if quick else 4096, bf16=bf16)
+            bf16 = bf16 or seconds
+    if not quick:
+        with only_80_gb():
+            step_row(table, "4B", "fp8", 4, 4, 4096, ", 80 GB", recompute=True, micro_tokens=8192)
+            step_row(table, "1.7B", "fp8", 2, 4, 16384, ", 80 GB", micro_tokens=16384 + 128)
 
 
 # ---- plot: curves of training runs -------------------------------------------------------------------------
