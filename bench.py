@@ -985,7 +985,10 @@ def rollout_row(table, model, size, bf16, prompts, n, limits, case, slots=256, t
     """generate() with its graphs captured before: a training run captures them once. `bf16` keeps the first
     rate of each case."""
     sampler = Sampler(model, max_slots=slots)
-    sampler.generate(prompts, n, limits, stop=range(model.config.vocab_size))       # each stops at once
+    limits, everything = [limits] * (len(prompts) * n) if isinstance(limits, int) else limits, range(151936)
+    sampler.generate(prompts, n, limits, stop=everything)                           # each stops at once
+    for few in (1, 2, 4, 8, 16, 32):                                                # prefills of every size
+        sampler.generate(prompts[:few], n, limits[:few * n], stop=everything)
     for B in BUCKETS:
         if B <= sampler.slots:
             sampler._graph(B)

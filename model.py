@@ -1014,9 +1014,10 @@ def _raise_exception(message):
 # Keys of one attention step == page of the cache: training, prefill and decode share it. With 128 the forward
 # pass is no faster on an H200: 499 against 503 TFLOPS at head size 128, 332 against 428 at 64.
 PAGE = 64
-# Keys of one softmax, to be merged with the next: decode runs them side by side. 1, 4 and 16 sequences of
-# 16,384 keys take 55, 71 and 260 us a layer so, and unsplit 330, 340 and 381. The forward pass loses 1 %.
-SPLIT = 2048
+# Keys of one softmax, to be merged with the next: decode runs them side by side. Measured on an H200, heads
+# 16/8 of size 128, us a layer with 2048, 1024 and 512: 1 sequence of 4,096 keys 46, 26, 16; 16 of 4,096 75, 68,
+# 70; 64 of 1,024 67, 68, 70; TFLOPS of a forward pass over 16,384 keys 472, 494, 472.
+SPLIT = 1024
 VTILE = 256                  # vocabulary columns of one (max, sum) partial in the head
 HEAD_SIZES = 16, 32, 64, 128     # that the attention kernels take
 LOG2E = 1.4426950408889634   # the GPU has exp2 only: log2(e) is folded into the softmax scale
