@@ -1015,8 +1015,8 @@ def _raise_exception(message):
 # pass is no faster on an H200: 499 against 503 TFLOPS at head size 128, 332 against 428 at 64.
 PAGE = 64
 # Keys of one softmax, to be merged with the next: decode runs them side by side. Measured on an H200, heads
-# 16/8 of size 128, us a layer with 2048, 1024 and 512: 1 sequence of 4,096 keys 46, 26, 16; 16 of 4,096 75, 68,
-# 70; 64 of 1,024 67, 68, 70; TFLOPS of a forward pass over 16,384 keys 472, 494, 472.
+# 16/8 of size 128, us a layer with 2048, 1024 and 512: 1 sequence of 4,096 keys 46, 26, 16; 16 of 4,096 75,
+# 68, 70; 64 of 1,024 67, 68, 70; TFLOPS of a forward pass over 16,384 keys 472, 494, 472.
 SPLIT = 1024
 VTILE = 256                  # vocabulary columns of one (max, sum) partial in the head
 HEAD_SIZES = 16, 32, 64, 128     # that the attention kernels take
@@ -1764,8 +1764,8 @@ def paged_attention(q, cache, page_table, lengths):
         # A part that a short sequence does not have costs a program's start: 512 fill two waves of an H200.
         across = min(parts, max(1, 512 // (B * G)))
         launch(paged_attention_kernel, B * G * across, q.contiguous(), *tiles, k_scales, v_scales, page_table,
-               lengths, o, accs, tops, totals, page_table.stride(0), B, H, G, D, D ** -0.5 * LOG2E, PAGE,
-               SPLIT, parts, across, fp8.INTERPRET or torch.version.hip is not None, num_warps=1, num_stages=3)
+               lengths, o, accs, tops, totals, page_table.stride(0), B, H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT,
+               parts, across, fp8.INTERPRET or torch.version.hip is not None, num_warps=1, num_stages=3)
         if parts > 1:
             launch(paged_merge_kernel, B * H, accs, tops, totals, lengths, o, H, D, SPLIT, parts, num_warps=1)
     return o
