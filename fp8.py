@@ -53,6 +53,7 @@ Triton kernel, wrapper that picks one of the two. The products have two more ker
 alone, which are faster and give the plain one's bits. Autograd joins the topics near the end.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -84,13 +85,49 @@ def jit(fn=None, **options):
     return triton.jit(fn, **options)
 
 
-def launch(kernel, programs, *args, **options):
+def launch(kernel, programs, *args, waits=False, **options):
     """Run `kernel` on a one-dimensional grid (y and z stop at 65,535), contraction off.
 
     Widths and distances between rows are compile-time constants, token counts are not even specialized on
     being 1 or a multiple of 16 (do_not_specialize): which binary runs must not depend on such an accident.
+    waits: it calls `wait_for_inputs`, and may start early where launches are `overlapped`.
     """
+    if waits and overlap:
+        options["launch_pdl"] = True
     kernel[(programs,)](*args, enable_fp_fusion=False, **options)
+
+
+overlap = False  # set by `overlapped`
+
+
+@contextlib.contextmanager
+def overlapped():
+    """Within it a kernel may start before the one ahead of it ends: a decode step has hundreds of kernels,
+    most of which work for no longer than a start takes.
+
+    Every kernel says at once that the next one may come ("programmatic dependent launch", of Hopper and
+    later). So programs take their places as soon as there are free ones, and wait there for what they read.
+    decode_kernel reads its weights before it waits: none may be written within, nor right ahead.
+    """
+    global overlap
+    overlap = not INTERPRET and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    try:
+        yield
+    finally:
+        overlap = False
+
+
+COMPILED = tl.constexpr(not INTERPRET)
+
+
+@jit
+def wait_for_inputs():
+    """The next kernel may start; this one goes on when all before it have ended. Nothing that they write may
+    be read ahead of this, and nothing written that they read. Elsewhere than in `overlapped` it does nothing.
+    """
+    if COMPILED and tl.target_info.cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 def use_kernels(x):
@@ -250,6 +287,7 @@ def quantize_cols_tile(x, norm_w, rstd, codes, scales, i, j, M, K: tl.constexpr,
 def quantize_rows_kernel(x, codes, scales, quads, M, K: tl.constexpr, X_LINE: tl.constexpr,
                          CODES_LINE: tl.constexpr, TILE: tl.constexpr):
     """One program quantizes a tile of TILE tokens by 128 features."""
+    wait_for_inputs()
     i, j = tl.program_id(0) // tl.cdiv(K, 128), tl.program_id(0) % tl.cdiv(K, 128)
     quantize_rows_tile(x, codes, scales, quads, i, j, M, K, X_LINE, CODES_LINE, TILE)
 
@@ -323,7 +361,7 @@ def quantize_rows(x):
     (M, K), x, out = x.shape, unit_stride(x), row_outputs(x)
     if M:
         launch(quantize_rows_kernel, cdiv(M, 16) * cdiv(K, BLOCK), x, *out, cdiv(M, 4), M, K, x.stride(0),
-               out[0].stride(0), 16, num_warps=4)
+               out[0].stride(0), 16, num_warps=4, waits=True)
     return out
 
 
@@ -741,22 +779,38 @@ def decode_place(tile, M, TOKENS: gl.constexpr, FEATURES: gl.constexpr):
 
 
 @gluon_jit
+def decode_load_w(w_codes, n0, block, ready, w_ring, stage, STEP: gl.constexpr, BYTES: gl.constexpr):
+    """W of STEP blocks, after announcing the BYTES of all that fills the stage."""
+    hopper.mbarrier.expect(ready, BYTES)
+    for j in gl.static_range(STEP):
+        tma_load(w_codes, [n0, (block + j) * 128], ready, w_ring.index(stage * STEP + j))
+
+
+@gluon_jit
 def decode_load(x_codes, w_codes, x_scales, ring, tiles, M, K: gl.constexpr):
-    """The loader. A block of X fills the first rows of its place in the ring; those beyond M are noise."""
+    """The loader. A block of X fills the first rows of its place in the ring; those beyond M are noise.
+
+    W of the first stages comes before the wait: it flows while the kernel ahead, which makes X, still works.
+    """
     x_ring, w_ring, scale_ring, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     STEP: gl.constexpr = x_ring.shape[0] // STAGES
-    BYTES: gl.constexpr = x_codes.block_type.nbytes + w_codes.block_type.nbytes + x_scales.block_type.nbytes
+    BYTES: gl.constexpr = STEP * (x_codes.block_type.nbytes + w_codes.block_type.nbytes
+                                  + x_scales.block_type.nbytes)
+    AHEAD: gl.constexpr = min(STAGES, (K + STEP * 128 - 1) // (STEP * 128))  # of the first tile
+    n0 = decode_place(gl.program_id(0), M, x_ring.shape[1], w_ring.shape[1])[1]
+    for first in gl.static_range(AHEAD):
+        decode_load_w(w_codes, n0, first * STEP, full.index(first), w_ring, first, STEP, BYTES)
+    tl.extra.cuda.gdc_wait()
     i = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         m0, n0 = decode_place(tile, M, x_ring.shape[1], w_ring.shape[1])
         for block in range(0, (K + 127) // 128, STEP):
             stage = i % STAGES
-            hopper.mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
             ready = full.index(stage)
-            hopper.mbarrier.expect(ready, STEP * BYTES)
-            for j in gl.static_range(STEP):
-                tma_load(w_codes, [n0, (block + j) * 128], ready, w_ring.index(stage * STEP + j))
+            if i >= AHEAD:
+                hopper.mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+                decode_load_w(w_codes, n0, block, ready, w_ring, stage, STEP, BYTES)
             for j in gl.static_range(STEP):
                 x = x_ring.index(stage * STEP + j).slice(0, x_codes.block_shape[0])
                 tma_load(x_codes, [m0, (block + j) * 128], ready, x)
@@ -823,6 +877,7 @@ def decode_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, N: gl.conste
                   W_SCALE_N: gl.constexpr, W_SCALE_K: gl.constexpr, TOKENS: gl.constexpr,
                   FEATURES: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr):
     """Y = X W^T + bias as in fprop_kernel; STAGES stages with STEP blocks of K each."""
+    tl.extra.cuda.gdc_launch_dependents()
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * STEP, TOKENS, 128], x_codes.layout)
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * STEP, FEATURES, 128], w_codes.layout)
     scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES * STEP, 1, TOKENS], x_scales.layout)
@@ -858,7 +913,7 @@ def decode_product(x_codes, x_scales, w_codes, w_scales, bias, y, tile):
            GluonDescriptor.from_tensor(w_codes, [features, BLOCK], codes),
            GluonDescriptor.from_tensor(x_scales, [1, tokens], scales),
            w_scales, bias, y, M, N, K, *w_scales.stride(), tokens, features, step, stages,
-           num_warps=4, maxnreg=168)
+           num_warps=4, maxnreg=168, waits=True)
 
 
 def fprop_tile(M, N, device):
@@ -1058,6 +1113,8 @@ def norm_kernel(h, delta, w, h_new, rstd, y, codes, scales, quads, eps,
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     c = group[:, None] * 128 + tl.arange(0, 128)
+    weight = tl.load(w + c, mask=c < C, other=0).to(tl.float32)
+    wait_for_inputs()
     x = tl.load(h + row * C + c, mask=c < C, other=0).to(tl.float32)
     if delta is not None:
         x += tl.load(delta + row * C + c, mask=c < C, other=0).to(tl.float32)
@@ -1067,7 +1124,7 @@ def norm_kernel(h, delta, w, h_new, rstd, y, codes, scales, quads, eps,
     mean = tl.div_rn(tl.sum(tl.sum(x * x, 1), 0), C * 1.0)
     r = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     tl.store(rstd + row, r)
-    out = (x * r * tl.load(w + c, mask=c < C, other=0).to(tl.float32)).to(h.dtype.element_ty)
+    out = (x * r * weight).to(h.dtype.element_ty)
     if codes is None:
         tl.store(y + row * C + c, out, mask=c < C)
     else:
@@ -1132,7 +1189,7 @@ def norm_forward(h, delta, w, eps, quantize):
         y = torch.empty_like(h)
     if M:
         launch(norm_kernel, M, h, None if delta is None else aligned(delta), w.data, h_new, rstd, y,
-               codes, scales, cdiv(M, 4), eps, C, groups, round_up(C, 16), num_warps=warps)
+               codes, scales, cdiv(M, 4), eps, C, groups, round_up(C, 16), num_warps=warps, waits=True)
     return h_new, rstd, (codes, scales) if quantize else y
 
 
@@ -1190,6 +1247,7 @@ def swiglu_kernel(gate_up, y, codes, scales, quads, M,
     i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     m, k = i * TILE + tl.arange(0, TILE), j * 128 + tl.arange(0, 128)
     mask = (m[:, None] < M) & (k < K)
+    wait_for_inputs()
     source = gate_up + m[:, None].to(tl.int64) * (2 * K) + k
     gate = tl.load(source, mask=mask, other=0).to(tl.float32)
     out = gate * sigmoid(gate) * tl.load(source + K, mask=mask, other=0).to(tl.float32)
@@ -1252,7 +1310,7 @@ def swiglu_forward(gate_up, quantize):
         y = torch.empty(M, K, dtype=gate_up.dtype, device=device)
     if M:
         launch(swiglu_kernel, cdiv(M, 4) * cdiv(K, BLOCK), gate_up, y, codes, scales, cdiv(M, 4), M,
-               K, round_up(K, 16), 4, num_warps=1)
+               K, round_up(K, 16), 4, num_warps=1, waits=True)
     return (codes, scales) if quantize else y
 
 

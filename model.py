@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8 import TensorDescriptor, Weight, jit, launch, matmul_rows, tl, triton, use_kernels
+from fp8 import TensorDescriptor, Weight, jit, launch, matmul_rows, tl, triton, use_kernels, wait_for_inputs
 
 PRECISIONS = ("bf16", "fp8-rollout", "fp8")
 KV_TYPES = ("bf16", "fp8")
@@ -1191,6 +1191,7 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
     t = (tl.program_id(0) // tiles).to(tl.int64)
     head, i = (tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, D // 2)[None, :]
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
+    wait_for_inputs()
     lo, hi, w_lo, w_hi, rstd = load_heads(qkv + (t * (H + 2 * G) + head) * D, q_weight, k_weight, eps,
                                           head < H + 2 * G, is_q, D)
     a, b = lo, hi
@@ -1294,7 +1295,8 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, eps, table, positions, H, G, f
     tiles, warps = head_tiles(H, G, D)
     if T:
         launch(qk_norm_rope_kernel, T * tiles, qkv.contiguous(), q_weight, k_weight, table, positions, q, k,
-               v, *pages_and_scales(cache), slots, cached, eps, H, G, D, HEADS, PAGE, num_warps=warps)
+               v, *pages_and_scales(cache), slots, cached, eps, H, G, D, HEADS, PAGE, num_warps=warps,
+               waits=True)
     return q, k, v
 
 
@@ -1558,6 +1560,7 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
     be finite: they count 0 times.
     """
     b, g, start = tl.program_id(0) // G % B, tl.program_id(0) % G, tl.program_id(0) // (B * G)
+    wait_for_inputs()
     length, i, place = tl.load(lengths + b), tl.arange(0, 16), tl.arange(0, PAGE)
     used, row, d = i < H // G, b * H + g * (H // G) + i, tl.arange(0, D)[None, :]
     query = tl.load(q + row[:, None] * D + d, mask=used[:, None], other=0)
@@ -1590,6 +1593,7 @@ def paged_merge_kernel(accs, tops, totals, lengths, o, H: tl.constexpr, D: tl.co
                        PARTS: tl.constexpr):
     """One program: one head of one sequence, whose parts it merges in order, as the trainer does."""
     row, one, d = tl.program_id(0), tl.arange(0, 1), tl.arange(0, D)[None, :]
+    wait_for_inputs()
     length = tl.load(lengths + row // H)
     if length <= SPLIT:
         return
@@ -1765,9 +1769,11 @@ def paged_attention(q, cache, page_table, lengths):
         across = min(parts, max(1, 512 // (B * G)))
         launch(paged_attention_kernel, B * G * across, q.contiguous(), *tiles, k_scales, v_scales, page_table,
                lengths, o, accs, tops, totals, page_table.stride(0), B, H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT,
-               parts, across, fp8.INTERPRET or torch.version.hip is not None, num_warps=1, num_stages=3)
+               parts, across, fp8.INTERPRET or torch.version.hip is not None, num_warps=1, num_stages=3,
+               waits=True)
         if parts > 1:
-            launch(paged_merge_kernel, B * H, accs, tops, totals, lengths, o, H, D, SPLIT, parts, num_warps=1)
+            launch(paged_merge_kernel, B * H, accs, tops, totals, lengths, o, H, D, SPLIT, parts, num_warps=1,
+                   waits=True)
     return o
 
 
@@ -1832,6 +1838,7 @@ def logits_tile(x, w, inv_temp, T, V: tl.constexpr, C: tl.constexpr, ROWS: tl.co
     tile, first = tl.program_id(0) // tl.cdiv(T, ROWS), tl.program_id(0) % tl.cdiv(T, ROWS) * ROWS
     row, col = first + tl.arange(0, ROWS), tile * VTILE + tl.arange(0, VTILE)
     acc = tl.zeros((ROWS, VTILE), tl.float32)
+    wait_for_inputs()
     for c in range(0, C, STEP):
         acc = tl.dot(x.load([first, c]), w.load([tile * VTILE, c]).T, acc)
     return tl.where((col < V)[None, :], acc * tl.load(inv_temp), float("-inf")), tile, row, col
@@ -1864,6 +1871,7 @@ def head_merge_kernel(tops, sums, picked, noise, seed, keys, positions, tokens, 
     """One program: one token. Merges its TILES partials, in an order that TILES alone decides. With `noise`
     it draws the token: a tile, then an id in it; the torch reference above says how."""
     t, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    wait_for_inputs()
     top_of = tl.load(tops + t * TILES + i, mask=i < TILES, other=float("-inf"))
     sum_of = tl.load(sums + t * TILES + i, mask=i < TILES, other=1)                        # times exp(-inf)
     top = tl.max(top_of, 0)
@@ -1890,7 +1898,8 @@ def launch_head(kernel, x, w, *args):
     (T, C), V, tiles, step = x.shape, len(w), triton.cdiv(len(w), VTILE), 64
     rows, describe = 64 if T <= 64 else 128, TensorDescriptor.from_tensor
     launch(kernel, triton.cdiv(T, rows) * tiles, describe(x, [rows, step]), describe(w, [VTILE, step]), *args,
-           T, V, C, tiles, rows, VTILE, step, num_warps=rows // 16, num_stages=4 if rows == 64 else 3)
+           T, V, C, tiles, rows, VTILE, step, num_warps=rows // 16, num_stages=4 if rows == 64 else 3,
+           waits=True)
 
 
 def head_forward(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=None, positions=None):
@@ -1913,7 +1922,7 @@ def head_forward(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=
         name = (seed, keys[part], positions[part]) if drawing else (None,) * 3
         launch_head(head_kernel, hidden[part], w, inv_temp, target, tops, sums, picked)
         launch(head_merge_kernel, n, tops, sums, picked, noise, *name, tokens[part], logprobs[part],
-               lse[part], V, tiles, VTILE, triton.next_power_of_2(tiles), num_warps=4)
+               lse[part], V, tiles, VTILE, triton.next_power_of_2(tiles), num_warps=4, waits=True)
     return tokens, logprobs, lse
 
 

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fp8 import jit, launch, tl, triton, use_kernels
+from fp8 import jit, launch, overlapped, tl, triton, use_kernels, wait_for_inputs
 from model import KV_TYPES, PAGE, PRECISIONS, Config, Tokenizer, Transformer, folder_from_name, sample
 
 STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}   # decode steps: a finished row idles for half of them on average
@@ -212,6 +212,7 @@ def advance_kernel(tokens, logprobs, ids, spans, table, is_stop, out, B,
     """All rows in one program: as twenty operations of torch this takes a tenth of a small model's step."""
     row = tl.arange(0, BLOCK)
     used = row < B
+    wait_for_inputs()
     token, logprob = tl.load(tokens + row, mask=used, other=0), tl.load(logprobs + row, mask=used, other=0)
     count, position = tl.load(ids + 3 * ROWS), tl.load(spans + row, mask=used, other=0)
     running = tl.load(spans + ROWS + row, mask=used, other=0) > 0
@@ -240,7 +241,7 @@ def advance(token, logprob, ids, spans, table, is_stop, out):
         return advance_reference(token, logprob, ids, spans, table, is_stop, out)
     rows, width = table.shape
     launch(advance_kernel, 1, token, logprob, ids, spans, table, is_stop, out, len(token), rows, width, PAGE,
-           triton.next_power_of_2(rows), num_warps=4)
+           triton.next_power_of_2(rows), num_warps=4, waits=True)
 
 
 class Sampler:
@@ -268,9 +269,11 @@ class Sampler:
         """
         current, keys, slot = self.ids[:3, :B]                         # (B,) int64 each
         position, length = self.spans[:2, :B]                          # (B,) int32 each
-        hidden = self.model.decode(current, position, self.pool.caches, self.table[:B], length, slot)
-        token, logprob = sample(hidden, self.model.head, self.inv_temp, self.noise, self.seed, keys, position)
-        advance(token, logprob, self.ids, self.spans, self.table, self.is_stop, self.out)
+        with overlapped():
+            hidden = self.model.decode(current, position, self.pool.caches, self.table[:B], length, slot)
+            token, logprob = sample(hidden, self.model.head, self.inv_temp, self.noise, self.seed, keys,
+                                    position)
+            advance(token, logprob, self.ids, self.spans, self.table, self.is_stop, self.out)
 
     def _launch(self, steps):
         """Uploads the rows and starts so many decode steps, without waiting for them."""
