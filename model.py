@@ -1191,14 +1191,14 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
     t = (tl.program_id(0) // tiles).to(tl.int64)
     head, i = (tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, D // 2)[None, :]
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), (head >= H + G) & (head < H + 2 * G)
+    at = table + tl.load(positions + t).to(tl.int64) * D + i
+    cos, sin = tl.load(at), tl.load(at + D // 2)
     wait_for_inputs()
     lo, hi, w_lo, w_hi, rstd = load_heads(qkv + (t * (H + 2 * G) + head) * D, q_weight, k_weight, eps,
                                           head < H + 2 * G, is_q, D)
     a, b = lo, hi
     if q_weight is not None:
         a, b = (a * rstd * w_lo).to(dtype).to(tl.float32), (b * rstd * w_hi).to(dtype).to(tl.float32)
-    at = table + tl.load(positions + t).to(tl.int64) * D + i
-    cos, sin = tl.load(at), tl.load(at + D // 2)
     lo = tl.where(is_q | is_k, a * cos - b * sin, lo).to(dtype)
     hi = tl.where(is_q | is_k, b * cos + a * sin, hi).to(dtype)
     store_halves(q + (t * H + head) * D, lo, hi, is_q, D)
