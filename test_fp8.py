@@ -1035,9 +1035,10 @@ class Recorder:
         self.kernel, self.name = kernel, kernel.fn.__name__
 
     def __getitem__(self, grid):
-        return lambda *args, **options: self.inspect(self.kernel.warmup(*args, grid=grid, **options))
+        return lambda *args, **options: self.inspect(self.kernel.warmup(*args, grid=grid, **options),
+                                                     options.get("launch_pdl", False))
 
-    def inspect(self, compiled):
+    def inspect(self, compiled, early):
         tool = Path(fp8.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
             f.write(compiled.asm["cubin"])
@@ -1048,6 +1049,7 @@ class Recorder:
                 for key in ("REG", "STACK", "LOCAL")}
         found = sorted(set(re.findall(r"\b(QGMMA|HGMMA|HMMA|LDL|STL)", sass)))
         print("BUILT", self.name, read, *found, "shared", compiled.metadata.shared, flush=True)
+        assert ("ACQBULK" in sass) == early, f"{self.name}: one that starts early waits for its inputs"
         # Kernels that need all the registers of a thread spill a few numbers of their bookkeeping (bytes; the
         # larger figure of triton 3.6 and 3.9): none of them a value of the sums.
         allowed = {"attention_dkv_kernel": 16, "paged_attention_kernel": 80, "product_kernel": 8}
@@ -1061,6 +1063,7 @@ class Recorder:
 def record_kernels(module):
     from triton.runtime import driver
     driver.set_active(StubDriver())
+    fp8.overlap = True                           # as in a decode step
     for name in [name for name in vars(module) if name.endswith("_kernel")]:
         setattr(module, name, Recorder(getattr(module, name)))
 
