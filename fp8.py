@@ -121,12 +121,17 @@ COMPILED = tl.constexpr(not INTERPRET)
 
 
 @jit
-def wait_for_inputs():
-    """The next kernel may start; this one goes on when all before it have ended. Nothing that they write may
-    be read ahead of this, and nothing written that they read. Elsewhere than in `overlapped` it does nothing.
-    """
+def start_next():
+    """The next kernel may start, as far as there is room beside this one."""
     if COMPILED and tl.target_info.cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def wait_for_inputs():
+    """Returns when all kernels before this one have ended: nothing that they write may be read earlier, and
+    nothing written that they read. Elsewhere than in `overlapped` neither function does anything."""
+    if COMPILED and tl.target_info.cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()
 
 
@@ -287,6 +292,7 @@ def quantize_cols_tile(x, norm_w, rstd, codes, scales, i, j, M, K: tl.constexpr,
 def quantize_rows_kernel(x, codes, scales, quads, M, K: tl.constexpr, X_LINE: tl.constexpr,
                          CODES_LINE: tl.constexpr, TILE: tl.constexpr):
     """One program quantizes a tile of TILE tokens by 128 features."""
+    start_next()
     wait_for_inputs()
     i, j = tl.program_id(0) // tl.cdiv(K, 128), tl.program_id(0) % tl.cdiv(K, 128)
     quantize_rows_tile(x, codes, scales, quads, i, j, M, K, X_LINE, CODES_LINE, TILE)
@@ -787,7 +793,18 @@ def decode_load_w(w_codes, n0, block, ready, w_ring, stage, STEP: gl.constexpr, 
 
 
 @gluon_jit
-def decode_load(x_codes, w_codes, x_scales, ring, tiles, M, K: gl.constexpr):
+def decode_fetch_scales(w_scales, n0, K: gl.constexpr, W_SCALE_N: gl.constexpr, W_SCALE_K: gl.constexpr):
+    """Brings the scales of a tile's W into the L2 cache, eight a lane. The consumers read them a stage ahead,
+    which from memory would not be far enough: the tensor core would wait for each line of eight."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    at = w_scales + n0 // 128 * W_SCALE_N + gl.minimum(8 * lane, (K - 1) // 128) * W_SCALE_K
+    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [at.to(gl.int64)], dtype=gl.int32,
+                              is_pure=False, pack=1)
+
+
+@gluon_jit
+def decode_load(x_codes, w_codes, x_scales, w_scales, ring, tiles, M, K: gl.constexpr,
+                W_SCALE_N: gl.constexpr, W_SCALE_K: gl.constexpr):
     """The loader. A block of X fills the first rows of its place in the ring; those beyond M are noise.
 
     W of the first stages comes before the wait: it flows while the kernel ahead, which makes X, still works.
@@ -801,10 +818,13 @@ def decode_load(x_codes, w_codes, x_scales, ring, tiles, M, K: gl.constexpr):
     n0 = decode_place(gl.program_id(0), M, x_ring.shape[1], w_ring.shape[1])[1]
     for first in gl.static_range(AHEAD):
         decode_load_w(w_codes, n0, first * STEP, full.index(first), w_ring, first, STEP, BYTES)
+    decode_fetch_scales(w_scales, n0, K, W_SCALE_N, W_SCALE_K)
     tl.extra.cuda.gdc_wait()
     i = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         m0, n0 = decode_place(tile, M, x_ring.shape[1], w_ring.shape[1])
+        if i >= AHEAD:
+            decode_fetch_scales(w_scales, n0, K, W_SCALE_N, W_SCALE_K)
         for block in range(0, (K + 127) // 128, STEP):
             stage = i % STAGES
             ready = full.index(stage)
@@ -892,13 +912,13 @@ def decode_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, N: gl.conste
     if TOKENS == 64:
         gl.warp_specialize([
             (decode_multiply, (0, ring, w_scales, bias, y, tiles, M, N, K, W_SCALE_N, W_SCALE_K)),
-            (decode_load, (x_codes, w_codes, x_scales, ring, tiles, M, K)),
+            (decode_load, (x_codes, w_codes, x_scales, w_scales, ring, tiles, M, K, W_SCALE_N, W_SCALE_K)),
         ], [1], [24])
     else:
         gl.warp_specialize([
             (decode_multiply, (0, ring, w_scales, bias, y, tiles, M, N, K, W_SCALE_N, W_SCALE_K)),
             (decode_multiply, (1, ring, w_scales, bias, y, tiles, M, N, K, W_SCALE_N, W_SCALE_K)),
-            (decode_load, (x_codes, w_codes, x_scales, ring, tiles, M, K)),
+            (decode_load, (x_codes, w_codes, x_scales, w_scales, ring, tiles, M, K, W_SCALE_N, W_SCALE_K)),
         ], [4, 1], [240, 24])
 
 
@@ -1113,6 +1133,7 @@ def norm_kernel(h, delta, w, h_new, rstd, y, codes, scales, quads, eps,
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     c = group[:, None] * 128 + tl.arange(0, 128)
+    start_next()
     weight = tl.load(w + c, mask=c < C, other=0).to(tl.float32)
     wait_for_inputs()
     x = tl.load(h + row * C + c, mask=c < C, other=0).to(tl.float32)
@@ -1247,6 +1268,7 @@ def swiglu_kernel(gate_up, y, codes, scales, quads, M,
     i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     m, k = i * TILE + tl.arange(0, TILE), j * 128 + tl.arange(0, 128)
     mask = (m[:, None] < M) & (k < K)
+    start_next()
     wait_for_inputs()
     source = gate_up + m[:, None].to(tl.int64) * (2 * K) + k
     gate = tl.load(source, mask=mask, other=0).to(tl.float32)

@@ -43,7 +43,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8 import TensorDescriptor, Weight, jit, launch, matmul_rows, tl, triton, use_kernels, wait_for_inputs
+from fp8 import (TensorDescriptor, Weight, jit, launch, matmul_rows, start_next, tl, triton, use_kernels,
+                 wait_for_inputs)
 
 PRECISIONS = ("bf16", "fp8-rollout", "fp8")
 KV_TYPES = ("bf16", "fp8")
@@ -1194,6 +1195,7 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
     at = table + tl.load(positions + t).to(tl.int64) * D + i
     cos, sin = tl.load(at), tl.load(at + D // 2)
     wait_for_inputs()
+    start_next()  # not before: attention spreads evenly only over multiprocessors that the product has left
     lo, hi, w_lo, w_hi, rstd = load_heads(qkv + (t * (H + 2 * G) + head) * D, q_weight, k_weight, eps,
                                           head < H + 2 * G, is_q, D)
     a, b = lo, hi
@@ -1560,6 +1562,7 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
     be finite: they count 0 times.
     """
     b, g, start = tl.program_id(0) // G % B, tl.program_id(0) % G, tl.program_id(0) // (B * G)
+    start_next()
     wait_for_inputs()
     length, i, place = tl.load(lengths + b), tl.arange(0, 16), tl.arange(0, PAGE)
     used, row, d = i < H // G, b * H + g * (H // G) + i, tl.arange(0, D)[None, :]
@@ -1593,6 +1596,7 @@ def paged_merge_kernel(accs, tops, totals, lengths, o, H: tl.constexpr, D: tl.co
                        PARTS: tl.constexpr):
     """One program: one head of one sequence, whose parts it merges in order, as the trainer does."""
     row, one, d = tl.program_id(0), tl.arange(0, 1), tl.arange(0, D)[None, :]
+    start_next()
     wait_for_inputs()
     length = tl.load(lengths + row // H)
     if length <= SPLIT:
@@ -1838,6 +1842,7 @@ def logits_tile(x, w, inv_temp, T, V: tl.constexpr, C: tl.constexpr, ROWS: tl.co
     tile, first = tl.program_id(0) // tl.cdiv(T, ROWS), tl.program_id(0) % tl.cdiv(T, ROWS) * ROWS
     row, col = first + tl.arange(0, ROWS), tile * VTILE + tl.arange(0, VTILE)
     acc = tl.zeros((ROWS, VTILE), tl.float32)
+    start_next()
     wait_for_inputs()
     for c in range(0, C, STEP):
         acc = tl.dot(x.load([first, c]), w.load([tile * VTILE, c]).T, acc)
@@ -1871,6 +1876,7 @@ def head_merge_kernel(tops, sums, picked, noise, seed, keys, positions, tokens, 
     """One program: one token. Merges its TILES partials, in an order that TILES alone decides. With `noise`
     it draws the token: a tile, then an id in it; the torch reference above says how."""
     t, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    start_next()
     wait_for_inputs()
     top_of = tl.load(tops + t * TILES + i, mask=i < TILES, other=float("-inf"))
     sum_of = tl.load(sums + t * TILES + i, mask=i < TILES, other=1)                        # times exp(-inf)

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fp8 import jit, launch, overlapped, tl, triton, use_kernels, wait_for_inputs
+from fp8 import jit, launch, overlapped, start_next, tl, triton, use_kernels, wait_for_inputs
 from model import KV_TYPES, PAGE, PRECISIONS, Config, Tokenizer, Transformer, folder_from_name, sample
 
 STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}   # decode steps: a finished row idles for half of them on average
@@ -212,6 +212,7 @@ def advance_kernel(tokens, logprobs, ids, spans, table, is_stop, out, B,
     """All rows in one program: as twenty operations of torch this takes a tenth of a small model's step."""
     row = tl.arange(0, BLOCK)
     used = row < B
+    start_next()
     wait_for_inputs()
     token, logprob = tl.load(tokens + row, mask=used, other=0), tl.load(logprobs + row, mask=used, other=0)
     count, position = tl.load(ids + 3 * ROWS), tl.load(spans + row, mask=used, other=0)
