@@ -1487,7 +1487,12 @@ def swiglu_linear(gate_up, w, fp8=False):
 
 
 def linear(x, w, bias=None, fp8=None):
-    """x (M, K), w (N, K), bias (N,) or None -> (M, N) of x.dtype. fp8=None: FP8 if w keeps codes only."""
+    """x (M, K), w (N, K), bias (N,) or None -> (M, N) of x.dtype. fp8=None: FP8 if w keeps codes only.
+
+    In the sampler x may be row-wise (codes, scales) already; then the result is BF16.
+    """
+    if isinstance(x, tuple):
+        return forward_product(x, w, bias, is_fp8(w, True), torch.bfloat16)
     return LinearFunction.apply(x, w, bias, is_fp8(w, fp8))
 
 

@@ -77,7 +77,7 @@ class Layer(nn.Module):
         h, qkv = fp8.norm_linear(h, delta, self.input_norm, eps, self.qkv, self.qkv_bias, quantized)
         q, k, v = qk_norm_rope(qkv, self.q_norm, self.k_norm, eps, table, positions, c.num_attention_heads,
                                c.num_key_value_heads, fp8_kv, cache, slots)       # (T, H, D), (T, G, D) twice
-        o = attend(q, k, v, cache).flatten(1)                                     # (T, H*D)
+        o = attend(q, k, v, cache)                # (T, H*D), in decode its codes and scales if quantized
         delta = fp8.linear(o, self.o, fp8=quantized)                              # (T, C)
         h, gate_up = fp8.norm_linear(h, delta, self.post_norm, eps, self.gate_up, None, quantized)
         return h, fp8.swiglu_linear(gate_up, self.down, quantized)                # (T, C) twice
@@ -134,8 +134,8 @@ class Transformer(nn.Module):
         if longest > most:                # the kernels would read past the end of the RoPE table
             raise ValueError(f"a sequence has {longest} tokens, the model takes {most} "
                              "(max_position_embeddings)")
-        return self._run(tokens, packing.positions, lambda q, k, v, cache: attention(q, k, v, packing),
-                         self.precision == "fp8")
+        attend = lambda q, k, v, cache: attention(q, k, v, packing).flatten(1)
+        return self._run(tokens, packing.positions, attend, self.precision == "fp8")
 
     @torch.no_grad()
     def prefill(self, tokens, seqlens, caches, slots):
@@ -144,8 +144,8 @@ class Transformer(nn.Module):
         caches: the KV pages of each layer, by `new_caches`.
         """
         packing = pack(seqlens, tokens.device)
-        self._run(tokens, packing.positions, lambda q, k, v, cache: attention(q, k, v, packing),
-                  self.precision != "bf16", caches, slots)
+        attend = lambda q, k, v, cache: attention(q, k, v, packing).flatten(1)
+        self._run(tokens, packing.positions, attend, self.precision != "bf16", caches, slots)
 
     @torch.no_grad()
     def decode(self, tokens, positions, caches, page_table, lengths, slots):
@@ -154,8 +154,9 @@ class Transformer(nn.Module):
         The token's k and v are written to slots (B,) first, so lengths (B,) int32 count it. A CUDA graph can
         hold all of it.
         """
-        attend = lambda q, k, v, cache: paged_attention(q, cache, page_table, lengths)
-        return self._run(tokens, positions, attend, self.precision != "bf16", caches, slots)
+        quantized = self.precision != "bf16"
+        attend = lambda q, k, v, cache: paged_attention(q, cache, page_table, lengths, quantized)
+        return self._run(tokens, positions, attend, quantized, caches, slots)
 
     def _run(self, tokens, positions, attend, quantized, caches=None, slots=None):
         h, delta = embed(tokens, self.embedding), None                            # (T, C)
@@ -1591,23 +1592,35 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
             tl.store(totals + at, total, mask=used)
 
 
-@jit
-def paged_merge_kernel(accs, tops, totals, lengths, o, H: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
-                       PARTS: tl.constexpr):
-    """One program: one head of one sequence, whose parts it merges in order, as the trainer does."""
-    row, one, d = tl.program_id(0), tl.arange(0, 1), tl.arange(0, D)[None, :]
+@jit(do_not_specialize=["quads"])
+def paged_merge_kernel(accs, tops, totals, lengths, o, codes, scales, quads, H: tl.constexpr, D: tl.constexpr,
+                       SPLIT: tl.constexpr, PARTS: tl.constexpr, CODES_LINE: tl.constexpr):
+    """One program: 128 features of one sequence, a head or more, whose parts it merges in order, as the
+    trainer does. With `codes` it quantizes them, in place of storing them to o (B, H, D)."""
+    HEADS: tl.constexpr = 128 // D
+    groups: tl.constexpr = (H + HEADS - 1) // HEADS
+    b, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    head, d = group * HEADS + tl.arange(0, HEADS), tl.arange(0, D)[None, :]
+    row, used, place = b * H + head, head < H, (b * H + head[:, None]) * D + d
     start_next()
     wait_for_inputs()
-    length = tl.load(lengths + row // H)
-    if length <= SPLIT:
-        return
-    top, total, acc = no_keys(1, D)
-    for part in range(tl.cdiv(length, SPLIT)):
-        at = row * PARTS + part + one
-        part_acc = tl.load(accs + at[:, None] * D + d)
-        top, total, acc = merge(top, total, acc, tl.load(tops + at), tl.load(totals + at), part_acc)
-    acc = acc * tl.div_rn(1.0, total)[:, None]
-    tl.store(o + row * D + d, acc.to(o.dtype.element_ty))
+    length = tl.load(lengths + b)
+    out = tl.load(o + place, mask=used[:, None] & (length <= SPLIT), other=0)
+    if length > SPLIT:
+        top, total, acc = no_keys(HEADS, D)
+        for part in range(tl.cdiv(length, SPLIT)):
+            at = row * PARTS + part
+            part_top = tl.load(tops + at, mask=used, other=0)
+            part_total = tl.load(totals + at, mask=used, other=1)
+            part_acc = tl.load(accs + at[:, None] * D + d, mask=used[:, None], other=0)
+            top, total, acc = merge(top, total, acc, part_top, part_total, part_acc)
+        out = (acc * tl.div_rn(1.0, total)[:, None]).to(o.dtype.element_ty)
+    if codes is None:
+        tl.store(o + place, out, mask=used[:, None])
+    else:
+        x = tl.reshape(out, (1, 128)).to(tl.float32)
+        k = group * 128 + tl.arange(0, 128)
+        fp8.store_rows(x, codes, scales, quads, group, b + tl.arange(0, 1), k, b + 1, H * D, CODES_LINE)
 
 
 def check_head_size(D):
@@ -1750,13 +1763,15 @@ def attention(q, k, v, packing):
     return AttentionFunction.apply(q, k, v, packing) if len(q) else torch.empty_like(q)
 
 
-def paged_attention(q, cache, page_table, lengths):
-    """One new token a sequence: q (B,H,D) over the pages page_table (B, max) int32 of `cache` -> (B,H,D).
+def paged_attention(q, cache, page_table, lengths, quantize=False):
+    """One new token a sequence: q (B,H,D) over the pages page_table (B, max) int32 of `cache` -> (B, H*D), or
+    its row-wise (codes, scales) when `quantize`.
 
     lengths (B,) int32 count the new token, whose k and v are already in place; length 0 gives zeros. The
     bits equal the token's row in `attention`. """
     if not use_kernels(q):
-        return paged_attention_reference(q, cache, page_table, lengths)
+        o = paged_attention_reference(q, cache, page_table, lengths).flatten(1)
+        return fp8.quantize_rows(o) if quantize else o
     (B, H, D), G = q.shape, cache[0].shape[1]
     check_head_size(D), check_bf16(q, "paged_attention's q")
     if H // G > 16:
@@ -1768,6 +1783,7 @@ def paged_attention(q, cache, page_table, lengths):
     o, parts = torch.empty_like(q), fp8.cdiv(page_table.shape[1] * PAGE, SPLIT)
     accs = torch.empty(B, H, parts, D, device=q.device)
     tops, totals = torch.empty(2, B, H, parts, device=q.device)
+    codes, scales = fp8.row_outputs(o.flatten(1)) if quantize else (None, None)
     if B:
         # A part that a short sequence does not have costs a program's start: 512 fill two waves of an H200.
         across = min(parts, max(1, 512 // (B * G)))
@@ -1775,10 +1791,10 @@ def paged_attention(q, cache, page_table, lengths):
                lengths, o, accs, tops, totals, page_table.stride(0), B, H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT,
                parts, across, fp8.INTERPRET or torch.version.hip is not None, num_warps=1, num_stages=3,
                waits=True)
-        if parts > 1:
-            launch(paged_merge_kernel, B * H, accs, tops, totals, lengths, o, H, D, SPLIT, parts, num_warps=1,
-                   waits=True)
-    return o
+        if parts > 1 or quantize:
+            launch(paged_merge_kernel, B * fp8.cdiv(H * D, 128), accs, tops, totals, lengths, o, codes, scales,
+                   fp8.cdiv(B, 4), H, D, SPLIT, parts, fp8.round_up(H * D, 16), num_warps=1, waits=True)
+    return (codes, scales) if quantize else o.flatten(1)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -1123,7 +1123,9 @@ def build_model():
         model.attention_backward(o, q, k, v, o, lse, packing)
         caches = [model.empty_cache(4, G, D, fp8_kv, BF16, "cpu") for fp8_kv in (False, True)]
         for cache, pages in itertools.product(caches, (3, 65)):  # one part, and three to merge
-            model.paged_attention(q[:2], cache, zeros(2, pages, dtype=torch.int32), packing.starts[1:])
+            for quantize in (False, True):
+                model.paged_attention(q[:2], cache, zeros(2, pages, dtype=torch.int32), packing.starts[1:],
+                                      quantize)
         for w in (empty(D), None):
             args = empty(305, (H + 2 * G) * D), w, w, 1e-6, torch.empty(300, D), packing.positions
             model.qk_norm_rope_backward(q, k, v, *args)
@@ -1307,7 +1309,11 @@ def test_kernel_attention_packed_alone_paged(H, G, D, dtype, monkeypatch):
         values = [torch.cat([part[:n] for part, n in zip(x.split(lengths), now)]) for x in stored[step % 2]]
         cache, table = page_pool(values, now, seed=step)
         last = torch.stack([x[n - 1] if n else torch.ones_like(q[0]) for x, n in zip(qs, now)])
-        out = model.paged_attention(last, cache, table, torch.tensor(now, dtype=torch.int32, device=DEVICE))
+        inputs = last, cache, table, torch.tensor(now, dtype=torch.int32, device=DEVICE)
+        out = model.paged_attention(*inputs)
+        for mine, want in zip(model.paged_attention(*inputs, quantize=True), fp8.quantize_rows(out)):
+            same(mine, want, "quantized")
+        out = out.view(last.shape)
         for i, n in enumerate(now):
             expected = o[i][n - 1] if n else torch.zeros_like(out[i])
             same(out[i], expected, f"decode of sequence {i} at length {n}")
