@@ -785,14 +785,6 @@ def decode_place(tile, M, TOKENS: gl.constexpr, FEATURES: gl.constexpr):
 
 
 @gluon_jit
-def decode_load_w(w_codes, n0, block, ready, w_ring, stage, STEP: gl.constexpr, BYTES: gl.constexpr):
-    """W of STEP blocks, after announcing the BYTES of all that fills the stage."""
-    hopper.mbarrier.expect(ready, BYTES)
-    for j in gl.static_range(STEP):
-        tma_load(w_codes, [n0, (block + j) * 128], ready, w_ring.index(stage * STEP + j))
-
-
-@gluon_jit
 def decode_fetch_scales(w_scales, n0, K: gl.constexpr, W_SCALE_N: gl.constexpr, W_SCALE_K: gl.constexpr):
     """Brings the scales of a tile's W into the L2 cache, eight a lane. The consumers read them a stage ahead,
     which from memory would not be far enough: the tensor core would wait for each line of eight."""
@@ -803,34 +795,41 @@ def decode_fetch_scales(w_scales, n0, K: gl.constexpr, W_SCALE_N: gl.constexpr, 
 
 
 @gluon_jit
-def decode_load(x_codes, w_codes, x_scales, w_scales, ring, tiles, M, K: gl.constexpr,
-                W_SCALE_N: gl.constexpr, W_SCALE_K: gl.constexpr):
-    """The loader. A block of X fills the first rows of its place in the ring; those beyond M are noise.
+def decode_load_w(w_codes, w_scales, ring, tiles, M, K: gl.constexpr, W_SCALE_N: gl.constexpr,
+                  W_SCALE_K: gl.constexpr):
+    """The loader of W, which waits for no kernel: the ring fills while the one that makes X still works."""
+    x_ring, w_ring, scale_ring, full, empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    STEP: gl.constexpr = w_ring.shape[0] // STAGES
+    i = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        n0 = decode_place(tile, M, x_ring.shape[1], w_ring.shape[1])[1]
+        decode_fetch_scales(w_scales, n0, K, W_SCALE_N, W_SCALE_K)
+        for block in range(0, (K + 127) // 128, STEP):
+            stage = i % STAGES
+            hopper.mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+            ready = full.index(stage)
+            hopper.mbarrier.expect(ready, STEP * w_codes.block_type.nbytes)
+            for j in gl.static_range(STEP):
+                tma_load(w_codes, [n0, (block + j) * 128], ready, w_ring.index(stage * STEP + j))
+            i += 1
 
-    W of the first stages comes before the wait: it flows while the kernel ahead, which makes X, still works.
-    """
+
+@gluon_jit
+def decode_load_x(x_codes, x_scales, ring, tiles, M, K: gl.constexpr):
+    """The loader of X. A block fills the first rows of its place in the ring; those beyond M are noise."""
     x_ring, w_ring, scale_ring, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     STEP: gl.constexpr = x_ring.shape[0] // STAGES
-    BYTES: gl.constexpr = STEP * (x_codes.block_type.nbytes + w_codes.block_type.nbytes
-                                  + x_scales.block_type.nbytes)
-    AHEAD: gl.constexpr = min(STAGES, (K + STEP * 128 - 1) // (STEP * 128))  # of the first tile
-    n0 = decode_place(gl.program_id(0), M, x_ring.shape[1], w_ring.shape[1])[1]
-    for first in gl.static_range(AHEAD):
-        decode_load_w(w_codes, n0, first * STEP, full.index(first), w_ring, first, STEP, BYTES)
-    decode_fetch_scales(w_scales, n0, K, W_SCALE_N, W_SCALE_K)
-    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_wait()  # what wait_for_inputs says; y is written when X has been read
     i = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        m0, n0 = decode_place(tile, M, x_ring.shape[1], w_ring.shape[1])
-        if i >= AHEAD:
-            decode_fetch_scales(w_scales, n0, K, W_SCALE_N, W_SCALE_K)
+        m0 = decode_place(tile, M, x_ring.shape[1], w_ring.shape[1])[0]
         for block in range(0, (K + 127) // 128, STEP):
             stage = i % STAGES
+            hopper.mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
             ready = full.index(stage)
-            if i >= AHEAD:
-                hopper.mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
-                decode_load_w(w_codes, n0, block, ready, w_ring, stage, STEP, BYTES)
+            hopper.mbarrier.expect(ready, STEP * (x_codes.block_type.nbytes + x_scales.block_type.nbytes))
             for j in gl.static_range(STEP):
                 x = x_ring.index(stage * STEP + j).slice(0, x_codes.block_shape[0])
                 tma_load(x_codes, [m0, (block + j) * 128], ready, x)
@@ -904,7 +903,7 @@ def decode_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, N: gl.conste
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(full.index(i), count=1)
+        hopper.mbarrier.init(full.index(i), count=2)
         hopper.mbarrier.init(empty.index(i), count=TOKENS // 64)
     hopper.fence_async_shared()
     ring = x_ring, w_ring, scale_ring, full, empty
@@ -912,14 +911,16 @@ def decode_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, N: gl.conste
     if TOKENS == 64:
         gl.warp_specialize([
             (decode_multiply, (0, ring, w_scales, bias, y, tiles, M, N, K, W_SCALE_N, W_SCALE_K)),
-            (decode_load, (x_codes, w_codes, x_scales, w_scales, ring, tiles, M, K, W_SCALE_N, W_SCALE_K)),
-        ], [1], [24])
+            (decode_load_w, (w_codes, w_scales, ring, tiles, M, K, W_SCALE_N, W_SCALE_K)),
+            (decode_load_x, (x_codes, x_scales, ring, tiles, M, K)),
+        ], [1, 1], [24, 24])
     else:
         gl.warp_specialize([
             (decode_multiply, (0, ring, w_scales, bias, y, tiles, M, N, K, W_SCALE_N, W_SCALE_K)),
             (decode_multiply, (1, ring, w_scales, bias, y, tiles, M, N, K, W_SCALE_N, W_SCALE_K)),
-            (decode_load, (x_codes, w_codes, x_scales, w_scales, ring, tiles, M, K, W_SCALE_N, W_SCALE_K)),
-        ], [4, 1], [240, 24])
+            (decode_load_w, (w_codes, w_scales, ring, tiles, M, K, W_SCALE_N, W_SCALE_K)),
+            (decode_load_x, (x_codes, x_scales, ring, tiles, M, K)),
+        ], [4, 1, 1], [240, 24, 24])
 
 
 def decode_product(x_codes, x_scales, w_codes, w_scales, bias, y, tile):
