@@ -1247,21 +1247,18 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
         lo, hi = code_lo.to(tl.float32) * scale, code_hi.to(tl.float32) * scale
     store_halves(k + (t * G + head - H) * D, lo, hi, is_k, D)
     store_halves(v + (t * G + head - H - G) * D, lo, hi, is_v, D)
-    if cached:
+    if cached & (tl.program_id(0) % tiles * HEADS + HEADS > H):    # else all heads of the program are of q
         slot = tl.load(slots + t)
-        place = slot // PAGE * (G * PAGE) + (head - H) * PAGE + slot % PAGE
+        j = slot % PAGE
+        page = slot // PAGE * (G * PAGE) + tl.where(is_k, head - H, head - H - G) * PAGE
+        is_kv, pages = is_k | is_v, tl.where(is_k, k_pages, v_pages) + page * D
         if k_scales is None:
-            store_halves(k_pages + place * D, lo, hi, is_k, D)
-            store_halves(v_pages + (place - G * PAGE) * D, lo, hi, is_v, D)
+            store_halves(pages + j * D, lo, hi, is_kv, D)
         else:
-            j = slot % PAGE
-            k_at, v_at = k_pages + (place - j) * D, v_pages + (place - j - G * PAGE) * D
-            tl.store(k_at + k_place(j, i, D, PAGE), code_lo, mask=is_k)
-            tl.store(k_at + k_place(j, i + D // 2, D, PAGE), code_hi, mask=is_k)
-            tl.store(v_at + v_place(j, i, D), code_lo, mask=is_v)
-            tl.store(v_at + v_place(j, i + D // 2, D), code_hi, mask=is_v)
-            tl.store(k_scales + place, scale, mask=is_k)
-            tl.store(v_scales + place - G * PAGE, scale, mask=is_v)
+            hi_i = D // 2 + i
+            tl.store(pages + tl.where(is_k, k_place(j, i, D, PAGE), v_place(j, i, D)), code_lo, mask=is_kv)
+            tl.store(pages + tl.where(is_k, k_place(j, hi_i, D, PAGE), v_place(j, hi_i, D)), code_hi, mask=is_kv)
+            tl.store(tl.where(is_k, k_scales, v_scales) + page + j, scale, mask=is_kv)
 
 
 @jit(do_not_specialize=["T"])
