@@ -1193,23 +1193,20 @@ def store_halves(at, lo, hi, mask, D: tl.constexpr):
 
 
 @jit
-def k_place(j, d, D: tl.constexpr, PAGE: tl.constexpr):
-    """code_places(D)[0][j, d]"""
-    W: tl.constexpr = min(D, 64)
-    return (d // W * (PAGE * W) + j * W + d % 8 // 2 * (W // 4) + d % W // 16 * 4 + d % 16 // 8 * 2 + d % 2)
-
-
-@jit
-def v_place(j, d, D: tl.constexpr):
-    """code_places(D)[1][j, d]"""
-    W: tl.constexpr = min(D, 32)
-    return (j // 16 * (16 * D) + d // W * (16 * W) + d % 8 * (2 * W) + j % 8 // 2 * (W // 2) + d % W // 8 * 4
-            + j % 16 // 8 * 2 + j % 2)
-
-
-@jit
 def round_to_code(x):
     return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@jit
+def store_codes(pages, codes, j, d, is_k, mask, D: tl.constexpr, PAGE: tl.constexpr):
+    """Elements d of key j, E4M3 (heads, D/2), to a page of each head, in the order of `code_places`."""
+    deep: tl.constexpr = min(D, 64)
+    wide: tl.constexpr = min(D, 32)
+    k = d // deep * (PAGE * deep) + j * deep + d % 8 // 2 * (deep // 4)
+    k += d % deep // 16 * 4 + d % 16 // 8 * 2 + d % 2
+    v = j // 16 * (16 * D) + d // wide * (16 * wide) + d % 8 * (2 * wide) + j % 8 // 2 * (wide // 2)
+    v += d % wide // 8 * 4 + j % 16 // 8 * 2 + j % 2
+    tl.store(pages + tl.where(is_k, k, v), codes, mask=mask)
 
 
 @jit(do_not_specialize=["cached"])
@@ -1248,16 +1245,14 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
     store_halves(k + (t * G + head - H) * D, lo, hi, is_k, D)
     store_halves(v + (t * G + head - H - G) * D, lo, hi, is_v, D)
     if cached & (tl.program_id(0) % tiles * HEADS + HEADS > H):    # else all heads of the program are of q
-        slot = tl.load(slots + t)
-        j = slot % PAGE
+        slot, is_kv = tl.load(slots + t), is_k | is_v
         page = slot // PAGE * (G * PAGE) + tl.where(is_k, head - H, head - H - G) * PAGE
-        is_kv, pages = is_k | is_v, tl.where(is_k, k_pages, v_pages) + page * D
+        pages, j = tl.where(is_k, k_pages, v_pages) + page * D, slot % PAGE
         if k_scales is None:
             store_halves(pages + j * D, lo, hi, is_kv, D)
         else:
-            hi_i = D // 2 + i
-            tl.store(pages + tl.where(is_k, k_place(j, i, D, PAGE), v_place(j, i, D)), code_lo, mask=is_kv)
-            tl.store(pages + tl.where(is_k, k_place(j, hi_i, D, PAGE), v_place(j, hi_i, D)), code_hi, mask=is_kv)
+            store_codes(pages, code_lo, j, i, is_k, is_kv, D, PAGE)
+            store_codes(pages, code_hi, j, D // 2 + i, is_k, is_kv, D, PAGE)
             tl.store(tl.where(is_k, k_scales, v_scales) + page + j, scale, mask=is_kv)
 
 
@@ -1560,7 +1555,8 @@ def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: 
             if begin + PAGE > first + 1:  # elsewhere all keys are seen, and not to look leaves the same bits
                 key = begin + tl.arange(0, PAGE)
                 scores = tl.where(key[None, :] <= row[:, None], scores, float("-inf"))
-            part_top, part_total, part_acc = softmax_step(scores, v, None, part_top, part_total, part_acc, SCALE)
+            part_top, part_total, part_acc = softmax_step(scores, v, None, part_top, part_total, part_acc,
+                                                          SCALE)
         top, total, acc = merge(top, total, acc, part_top, part_total, part_acc)
     acc = acc * tl.div_rn(1.0, total)[:, None]
     tl.store(o + at + place, acc.to(o.dtype.element_ty), mask=inside[:, None])
