@@ -542,9 +542,9 @@ def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.
 # takes the fewest loads of those that fit: a consumer has 128 rows, in two halves, and a thread holds 64
 # values of each half's total and 64 of the product in flight, 192 of the 240 registers that it can have.
 #
-# WGrad ends a tile by reading FP32 values, adding to them and writing them: 8 bytes a value, where FProp writes
-# 2. So there each consumer has 128x128 tiles, a ring and a loader of its own, and the second starts half a
-# tile later: while one of them adds, the tensor core works for the other.
+# WGrad ends a tile by reading FP32 values, adding to them and writing them: 8 bytes a value, where FProp
+# writes 2. So there each consumer has 128x128 tiles, a ring and a loader of its own, and the second starts
+# half a tile later: while one of them adds, the tensor core works for the other.
 #
 # TFLOPS on one H200, 8192 tokens, N = K = 4096; the libraries write BF16, which for WGrad is less work:
 #

@@ -1082,11 +1082,26 @@ def rope_table(config, length, device):
 
 
 def empty_cache(pages, G, D, fp8_kv, dtype, device):
-    """A layer's cache: k, v (pages, G, PAGE, D), zeros; in FP8 codes, and their FP32 scales (pages, G, PAGE)
-    twice. What one decode program reads of a page, the keys or values of one head, lies side by side."""
+    """A layer's cache: k, v (pages, G, PAGE, D), zeros; in FP8 codes, in the order of `code_places`, and
+    their FP32 scales (pages, G, PAGE) twice. What one decode program reads of a page, the keys or values of
+    one head, lies side by side."""
     zeros = lambda *shape, dtype: torch.zeros(pages, G, PAGE, *shape, dtype=dtype, device=device)
     values = [zeros(D, dtype=fp8.E4M3 if fp8_kv else dtype) for _ in "kv"]
     return *values, *(zeros(dtype=torch.float32) for _ in "kv" if fp8_kv)
+
+
+def code_places(D, device):
+    """Where the code of key j, element d, lies among the PAGE * D of one head on a page: (PAGE, D) for k, v.
+
+    As the registers of a warp take the right operand of a tensor-core product, 16 deep and 8 wide: thread
+    4n + l holds column n at depths 2l, 2l + 1, 2l + 8 and 2l + 9, hence 4 codes side by side, and 16 with the
+    next products' (k: deeper, so that a key's codes stay together; v: wider). Then a program reads 16 bytes
+    a thread and widens them in place; rows of codes would go through shared memory twice.
+    """
+    byte, deep, wide = torch.arange(PAGE * D, device=device), min(D // 16, 4), min(D // 8, 4)
+    k = byte.view(-1, PAGE, 4, deep, 2, 2).permute(1, 0, 3, 4, 2, 5)                # depth d, column j
+    v = byte.view(PAGE // 16, -1, 8, 4, wide, 2, 2).permute(0, 5, 3, 6, 1, 4, 2)    # depth j, column d
+    return k.reshape(PAGE, D), v.reshape(PAGE, D)
 
 
 def quantize_heads_reference(x):
@@ -1094,7 +1109,7 @@ def quantize_heads_reference(x):
 
     A scale is that of fp8.py, amax/448, rounded up to a power of two: then the product has no rounding of its
     own, and attention over codes has the bits of attention over BF16. NaN and Inf stay in the scale; beyond
-    57,344 = 128 * 448 codes saturate, as `dequantize` multiplies by the scale times 2^120.
+    57,344 = 128 * 448 codes saturate, as decode multiplies by the scale times 2^120.
     """
     scale = x.float().abs().amax(2, keepdim=True).clamp(min=fp8.AMAX_FLOOR) / fp8.E4M3_MAX
     power = (scale.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32).clamp(max=128.0)
@@ -1105,8 +1120,13 @@ def quantize_heads_reference(x):
 
 def write_pages_reference(values, cache, slots):
     """Token t of `values`, (T, G, D) or (T, G) each, goes to page slots[t] // PAGE, place slots[t] % PAGE."""
+    page, key = slots // PAGE, slots % PAGE
+    if len(cache) == 4:
+        for x, pages, places in zip(values, cache, code_places(cache[0].shape[3], slots.device)):
+            pages.flatten(2)[page[:, None], :, places[key]] = x.mT
+        values, cache = values[2:], cache[2:]
     for x, pages in zip(values, cache):
-        pages[slots // PAGE, :, slots % PAGE] = x
+        pages[page, :, key] = x
 
 
 def qk_norm_rope_reference(qkv, q_weight, k_weight, eps, table, positions, H, G, fp8_kv, cache, slots):
@@ -1179,6 +1199,18 @@ def round_to_code(x):
     return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
+@jit
+def store_codes(pages, codes, j, d, is_k, mask, D: tl.constexpr, PAGE: tl.constexpr):
+    """Elements d of key j, E4M3 (heads, D/2), to a page of each head, in the order of `code_places`."""
+    deep: tl.constexpr = min(D, 64)
+    wide: tl.constexpr = min(D, 32)
+    k = d // deep * (PAGE * deep) + j * deep + d % 8 // 2 * (deep // 4)
+    k += d % deep // 16 * 4 + d % 16 // 8 * 2 + d % 2
+    v = j // 16 * (16 * D) + d // wide * (16 * wide) + d % 8 * (2 * wide) + j % 8 // 2 * (wide // 2)
+    v += d % wide // 8 * 4 + j % 16 // 8 * 2 + j % 2
+    tl.store(pages + tl.where(is_k, k, v), codes, mask=mask)
+
+
 @jit(do_not_specialize=["cached"])
 def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pages, v_pages, k_scales,
                         v_scales, slots, cached, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
@@ -1205,7 +1237,6 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
     lo = tl.where(is_q | is_k, a * cos - b * sin, lo).to(dtype)
     hi = tl.where(is_q | is_k, b * cos + a * sin, hi).to(dtype)
     store_halves(q + (t * H + head) * D, lo, hi, is_q, D)
-    code_lo, code_hi = lo, hi
     if k_scales is not None:
         lo, hi = lo.to(tl.float32), hi.to(tl.float32)
         peak = tl.max(tl.maximum(fp8.magnitude(lo), fp8.magnitude(hi)), 1)[:, None]
@@ -1217,14 +1248,16 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
         lo, hi = code_lo.to(tl.float32) * scale, code_hi.to(tl.float32) * scale
     store_halves(k + (t * G + head - H) * D, lo, hi, is_k, D)
     store_halves(v + (t * G + head - H - G) * D, lo, hi, is_v, D)
-    if cached:
-        slot = tl.load(slots + t)
-        place = slot // PAGE * (G * PAGE) + (head - H) * PAGE + slot % PAGE
-        store_halves(k_pages + place * D, code_lo, code_hi, is_k, D)
-        store_halves(v_pages + (place - G * PAGE) * D, code_lo, code_hi, is_v, D)
-        if k_scales is not None:
-            tl.store(k_scales + place, scale, mask=is_k)
-            tl.store(v_scales + place - G * PAGE, scale, mask=is_v)
+    if cached & (tl.program_id(0) % tiles * HEADS + HEADS > H):    # else all heads of the program are of q
+        slot, is_kv = tl.load(slots + t), is_k | is_v
+        page = slot // PAGE * (G * PAGE) + tl.where(is_k, head - H, head - H - G) * PAGE
+        pages, j = tl.where(is_k, k_pages, v_pages) + page * D, slot % PAGE
+        if k_scales is None:
+            store_halves(pages + j * D, lo, hi, is_kv, D)
+        else:
+            store_codes(pages, code_lo, j, i, is_k, is_kv, D, PAGE)
+            store_codes(pages, code_hi, j, D // 2 + i, is_k, is_kv, D, PAGE)
+            tl.store(tl.where(is_k, k_scales, v_scales) + page + j, scale, mask=is_kv)
 
 
 @jit(do_not_specialize=["T"])
@@ -1353,7 +1386,10 @@ def qk_norm_rope(qkv, q_norm, k_norm, eps, table, positions, H, G, fp8_kv=False,
 def read_pages_reference(cache, pages):
     """pages (n,) -> their keys and values in FP32, (n, G, PAGE, D) each: in FP8, codes * scales."""
     k, v, *scales = (x[pages].float() for x in cache)
-    return [x * scale[..., None] for x, scale in zip((k, v), scales)] if scales else (k, v)
+    if not scales:
+        return k, v
+    places = code_places(k.shape[3], k.device)
+    return [x.flatten(2)[:, :, at] * scale[..., None] for x, at, scale in zip((k, v), places, scales)]
 
 
 def attend_tiles_reference(q, positions, cache, page_table, lengths):
@@ -1466,9 +1502,9 @@ def no_keys(ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @jit
-def softmax_step(scores, v, top, total, acc, SCALE: tl.constexpr):
+def softmax_step(scores, v, v_scale, top, total, acc, SCALE: tl.constexpr):
     """One page of keys: scores (rows, PAGE) FP32, unscaled, -inf where masked. The trainer's tile and the
-    decode tile both call this.
+    decode tile both call this. v_scale (PAGE,) or None: powers of two that the rows of v lack, or 0.
 
     In units of log2: top is the running maximum, total the sum of 2^(score - top), acc (rows, D) that sum
     times v. A row is summed within one warp: 16 rows for each warp have one order, fewer have others. """
@@ -1476,7 +1512,10 @@ def softmax_step(scores, v, top, total, acc, SCALE: tl.constexpr):
     p = tl.exp2(tl.fma(scores, SCALE, -new_top[:, None]))
     fade = tl.exp2(top - new_top)  # exactly 1 where the page changed nothing, 0 at the first page
     total = tl.fma(total, fade, tl.sum(p, 1))
-    return new_top, total, tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+    p = p.to(v.dtype)
+    if v_scale is not None:
+        p *= v_scale[None, :]
+    return new_top, total, tl.dot(p, v, acc * fade[:, None])
 
 
 @jit
@@ -1521,7 +1560,8 @@ def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: 
             if begin + PAGE > first + 1:  # elsewhere all keys are seen, and not to look leaves the same bits
                 key = begin + tl.arange(0, PAGE)
                 scores = tl.where(key[None, :] <= row[:, None], scores, float("-inf"))
-            part_top, part_total, part_acc = softmax_step(scores, v, part_top, part_total, part_acc, SCALE)
+            part_top, part_total, part_acc = softmax_step(scores, v, None, part_top, part_total, part_acc,
+                                                          SCALE)
         top, total, acc = merge(top, total, acc, part_top, part_total, part_acc)
     acc = acc * tl.div_rn(1.0, total)[:, None]
     tl.store(o + at + place, acc.to(o.dtype.element_ty), mask=inside[:, None])
@@ -1529,26 +1569,38 @@ def attention_kernel(q, k_tiles, v_tiles, tiles, o, lse, R, H: tl.constexpr, G: 
 
 
 @jit
-def dequantize(codes, scale, dtype: tl.constexpr, PLAIN: tl.constexpr):
-    """E4M3 codes (keys, D), as bytes, times the scale of each key: exact, a power of two times 4 bits.
+def widen(codes, dtype: tl.constexpr, PLAIN: tl.constexpr):
+    """E4M3 codes, as bytes -> `dtype`, times 2^-120: a byte's exponent and mantissa, put 4 bits further down
+    under the sign, are a BF16 number too small by that (a cast would go by way of FP16 and FP32).
 
-    A cast would go by way of FP16 and FP32. Half the work: a byte's exponent and mantissa, 4 bits further
-    down under the sign, are a BF16 number too small by 2^120. is_pure=False keeps Triton from converting
-    after the copy to shared memory, byte by byte.
+    is_pure=False keeps Triton from converting after a change of layout, byte by byte.
     """
     if PLAIN:
-        return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]).to(dtype)
-    small = tl.inline_asm_elementwise("""{
-        .reg .b32 sign, high, low;
-        and.b32 sign, $2, 0x80808080;
-        shr.u32 high, $2, 4;
-        and.b32 high, high, 0x07070707;
-        or.b32 high, high, sign;
-        shl.b32 low, $2, 4;
-        and.b32 low, low, 0xf0f0f0f0;
-        prmt.b32 $0, low, high, 0x5140;
-        prmt.b32 $1, low, high, 0x7362; }""", "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4)
-    return small * (scale * 1.329227995784916e36).to(tl.bfloat16)[:, None]
+        return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 2.0 ** -120).to(dtype)
+    return tl.inline_asm_elementwise("""{
+        .reg .b32 low, high;
+        prmt.b32 low, $2, 0, 0x9180;
+        prmt.b32 high, $2, 0, 0xb3a2;
+        shl.b32 low, low, 4;
+        shl.b32 high, high, 4;
+        and.b32 $0, low, 0x87f087f0;
+        and.b32 $1, high, 0x87f087f0; }""", "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4)
+
+
+@jit
+def key_operand(codes, D: tl.constexpr, PAGE: tl.constexpr, dtype: tl.constexpr, PLAIN: tl.constexpr):
+    """The PAGE * D codes of k, in the order of `code_places` -> (D, PAGE), times 2^-120."""
+    deep: tl.constexpr = min(D // 16, 4)
+    x = tl.reshape(widen(codes, dtype, PLAIN), (D // (16 * deep), PAGE, 4, deep, 2, 2))
+    return tl.reshape(tl.permute(x, (0, 3, 4, 2, 5, 1)), (D, PAGE))
+
+
+@jit
+def value_operand(codes, D: tl.constexpr, PAGE: tl.constexpr, dtype: tl.constexpr, PLAIN: tl.constexpr):
+    """The same for v -> (PAGE, D)."""
+    wide: tl.constexpr = min(D // 8, 4)
+    x = tl.reshape(widen(codes, dtype, PLAIN), (PAGE // 16, D // (8 * wide), 8, 4, wide, 2, 2))
+    return tl.reshape(tl.permute(x, (0, 5, 3, 6, 1, 4, 2)), (PAGE, D))
 
 
 @jit(do_not_specialize=["max_pages", "B"])
@@ -1568,20 +1620,25 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
     length, i, place = tl.load(lengths + b), tl.arange(0, 16), tl.arange(0, PAGE)
     used, row, d = i < H // G, b * H + g * (H // G) + i, tl.arange(0, D)[None, :]
     query = tl.load(q + row[:, None] * D + d, mask=used[:, None], other=0)
+    if k_scales is not None:
+        query *= 2.0 ** 60
     for part in range(start, tl.cdiv(tl.maximum(length, 1), SPLIT), ACROSS):
         top, total, acc = no_keys(16, D)
         for begin in range(part * SPLIT, tl.minimum(length, part * SPLIT + SPLIT), PAGE):
             at = (tl.load(table + b * max_pages + begin // PAGE) * G + g) * PAGE
             valid = begin + place < length
-            k, v = k_tiles.load([at, 0]), v_tiles.load([at, 0])
-            if k_scales is not None:
-                k = dequantize(k, tl.load(k_scales + at + place, mask=valid, other=0), query.dtype, PLAIN)
-            scores = tl.dot(query, tl.trans(k))
+            k, v, v_scale = k_tiles.load([at, 0]), v_tiles.load([at, 0]), None
+            if k_scales is None:
+                scores = tl.dot(query, tl.trans(k))
+            else:
+                k_scale = tl.load(k_scales + at + place, mask=valid, other=0) * 2.0 ** 60
+                scores = tl.dot(query, key_operand(k, D, PAGE, query.dtype, PLAIN)) * k_scale[None, :]
             if begin + PAGE > length:
                 scores = tl.where(valid[None, :], scores, float("-inf"))
             if k_scales is not None:
-                v = dequantize(v, tl.load(v_scales + at + place, mask=valid, other=0), query.dtype, PLAIN)
-            top, total, acc = softmax_step(scores, v, top, total, acc, SCALE)
+                v = value_operand(v, D, PAGE, query.dtype, PLAIN)
+                v_scale = (tl.load(v_scales + at + place, mask=valid, other=0) * 2.0 ** 120).to(v.dtype)
+            top, total, acc = softmax_step(scores, v, v_scale, top, total, acc, SCALE)
         if length <= SPLIT:
             acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]   # an idle slot: 0, not 0/0
             tl.store(o + row[:, None] * D + d, acc.to(o.dtype.element_ty), mask=used[:, None])
@@ -1787,13 +1844,17 @@ def paged_attention(q, cache, page_table, lengths, quantize=False):
     if B:
         # A part that a short sequence does not have costs a program's start: 512 fill two waves of an H200.
         across = min(parts, max(1, 512 // (B * G)))
+        # With 5 stages a program has two pages under way, with 3 one: then twice as many programs fit on a
+        # multiprocessor.
+        stages = 5 if B * G * across * k_pages[0, 0].nbytes <= 2 ** 22 else 3
         launch(paged_attention_kernel, B * G * across, q.contiguous(), *tiles, k_scales, v_scales, page_table,
-               lengths, o, accs, tops, totals, page_table.stride(0), B, H, G, D, D ** -0.5 * LOG2E, PAGE, SPLIT,
-               parts, across, fp8.INTERPRET or torch.version.hip is not None, num_warps=1, num_stages=3,
-               waits=True)
+               lengths, o, accs, tops, totals, page_table.stride(0), B, H, G, D, D ** -0.5 * LOG2E, PAGE,
+               SPLIT, parts, across, fp8.INTERPRET or torch.version.hip is not None, num_warps=1,
+               num_stages=stages, waits=True)
         if parts > 1 or quantize:
-            launch(paged_merge_kernel, B * fp8.cdiv(H * D, 128), accs, tops, totals, lengths, o, codes, scales,
-                   fp8.cdiv(B, 4), H, D, SPLIT, parts, fp8.round_up(H * D, 16), num_warps=1, waits=True)
+            launch(paged_merge_kernel, B * fp8.cdiv(H * D, 128), accs, tops, totals, lengths, o, codes,
+                   scales, fp8.cdiv(B, 4), H, D, SPLIT, parts, fp8.round_up(H * D, 16), num_warps=1,
+                   waits=True)
     return (codes, scales) if quantize else o.flatten(1)
 
 
