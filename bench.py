@@ -1038,15 +1038,16 @@ def rollout_section(rows, quick):
     table = Table("rollout", rows, "precision", "kv", "tok_per_s", "x_bf16", "x_transformers", "occupancy",
                   "seconds", key="model")
     longest, bf16 = 256 if quick else 4096, {}
-    for size in ["1.7B"] if quick else ["1.7B", "8B"]:
+    for size in ["1.7B"] if quick else ["8B", "1.7B"]:
         square = [[i] * 128 for i in range(256)]
         theirs = transformers_rate(square, 128) if size == "1.7B" else None
         for precision, kv in FLOWS:
             row = functools.partial(rollout_row, table, random_model(size, precision, kv), size, bf16)
             if size == "1.7B":
                 row(square, 1, 128, "256 x (128 + 128)", theirs=theirs)
-            for B in () if quick else (64, 256):
-                row(square[:B], 1, 1024, f"{B} x (128 + 1024)")
+            else:
+                for B in 64, 256:
+                    row(square[:B], 1, 512, f"{B} x (128 + 512)")
             prompts, limits = rollout_request(64, 8, longest)
             row(prompts, 8, limits, f"64 x 8 up to {longest}")
             del row
@@ -1229,15 +1230,14 @@ def step_section(rows, quick):
     """At 4B and 8B in three precisions; then what fits into 80 GB."""
     columns = "precision", "tok_per_s", "rollout_s", "update_s", "gib", "x_bf16"
     table = Table("step", rows, *columns, key="model")
-    for size in ["1.7B"] if quick else ["8B", "4B"]:
-        bf16 = None
-        for precision in ("bf16", "fp8", "fp8-rollout"):
-            seconds = step_row(table, size, precision, 8, 8, 128 if quick else 4096, bf16=bf16)
-            bf16 = bf16 or seconds
+    sizes, bf16 = ["1.7B"] if quick else ["8B", "4B"], {}
+    for precisions in ("bf16", "fp8"), ("fp8-rollout",):
+        for size, precision in itertools.product(sizes, precisions):
+            seconds = step_row(table, size, precision, 8, 8, 128 if quick else 4096, bf16=bf16.get(size))
+            bf16.setdefault(size, seconds)
     if not quick:
         with only_80_gb():
             step_row(table, "4B", "fp8", 4, 4, 4096, ", 80 GB", recompute=True, micro_tokens=8192)
-            step_row(table, "1.7B", "fp8", 2, 4, 16384, ", 80 GB", micro_tokens=16384 + 128)
 
 
 # ---- plot: curves of training runs -------------------------------------------------------------------------
