@@ -46,7 +46,7 @@ last bit, and a test can say ==. It takes six rules:
      autotuned: what may differ between two runs must not decide on an order.
   5. An FP8 product has 64 rows and 4 warps or more. Below that tl.dot becomes an FP16 product, with other
      bits. A decode step has fewer tokens: there the weights stand in for the rows, or rows are left empty.
-  6. The backward pass is deterministic too: ordered sums, no floating point atomics.
+  6. The backward pass is deterministic too: ordered sums, and no atomic ones where an order would be open.
 
 The file goes topic by topic, in one order: torch reference (the specification, and all that a CPU needs),
 Triton kernel, wrapper that picks one of the two. The products have two more kernels, in Gluon and for Hopper
@@ -537,14 +537,10 @@ def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.
 #                                each, and runs ahead as far as the ring is long
 #   two consumers, 4 warps each  multiply and promote; while one promotes, the tensor core works for the other
 #
-# Two barriers a stage say whether it is full, and whether its consumers are done with it. A program stays on
+# Two barriers a stage say whether it is full, and whether both consumers are done with it. A program stays on
 # its SM and takes one tile after another, so the ring never runs dry between tiles. Tiles are 256x128, which
 # takes the fewest loads of those that fit: a consumer has 128 rows, in two halves, and a thread holds 64
 # values of each half's total and 64 of the product in flight, 192 of the 240 registers that it can have.
-#
-# WGrad ends a tile by reading FP32 values, adding to them and writing them: 8 bytes a value, where FProp
-# writes 2. So there each consumer has 128x128 tiles, a ring and a loader of its own, and the second starts
-# half a tile later: while one of them adds, the tensor core works for the other.
 #
 # TFLOPS on one H200, 8192 tokens, N = K = 4096; the libraries write BF16, which for WGrad is less work:
 #
@@ -562,6 +558,7 @@ try:
 except (ImportError, AttributeError):  # no triton, or one without Gluon or with other names in it
     gluon, gl = None, tl
 
+STAGES = gl.constexpr(4)  # of 48 KB, in 227 KB of shared memory
 HOPPER = "hopper"  # as the `tile` of a product: use this kernel
 
 
@@ -582,49 +579,28 @@ def tile_place(tile, m_tiles, n_tiles: gl.constexpr):
 
 
 @gluon_jit
-def new_ring(a_codes, b_codes, a_scales, b_scales, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Shared memory for STAGES blocks of what these descriptors load, and the barriers of each stage."""
-    a_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES] + a_codes.block_shape, a_codes.layout)
-    b_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES] + b_codes.block_shape, b_codes.layout)
-    a_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES] + a_scales.block_shape, a_scales.layout)
-    b_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES] + b_scales.block_shape, b_scales.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(full.index(i), count=1)
-        hopper.mbarrier.init(empty.index(i), count=CONSUMERS)
-    return a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty
-
-
-@gluon_jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
+def next_stage(stage, phase):
     """The stage of the ring after `stage`, and its barriers' phase, which flips with every round."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), phase ^ last.to(gl.int32)
 
 
 @gluon_jit
-def load_tiles(part: gl.constexpr, a_codes, b_codes, a_scales, b_scales, ring, half_way, m_tiles,
-               n_tiles: gl.constexpr, blocks, WGRAD: gl.constexpr, TURNED: gl.constexpr):
-    """A loader: block after block of tile after tile, as stages of the ring become empty."""
+def load_tiles(a_codes, b_codes, a_scales, b_scales, ring, m_tiles, n_tiles: gl.constexpr, blocks,
+               WGRAD: gl.constexpr, TURNED: gl.constexpr):
+    """The loader: block after block of tile after tile, as stages of the ring become empty."""
     a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty = ring
-    BYTES: gl.constexpr = (a_codes.block_type.nbytes + b_codes.block_type.nbytes
-                           + a_scales.block_type.nbytes + b_scales.block_type.nbytes)
-    ROWS: gl.constexpr = a_codes.block_shape[0]
-    AT_ONCE: gl.constexpr = 2 if WGRAD else 1
+    BYTES: gl.constexpr = (256 + 128) * 128 + (256 + (128 if WGRAD else 32)) * 4
     stage, phase = 0, 0
-    if part == 1:
-        hopper.mbarrier.wait(half_way, 0)
-    first = gl.program_id(0) + part * gl.num_programs(0)
-    for tile in range(first, m_tiles * n_tiles, AT_ONCE * gl.num_programs(0)):
+    for tile in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         m, n = tile_place(tile, m_tiles, n_tiles)
         for block in range(blocks):
             hopper.mbarrier.wait(empty.index(stage), phase ^ 1)  # the phase before the first counts as over
             ready = full.index(stage)
             hopper.mbarrier.expect(ready, BYTES)
-            tma_load(a_codes, [m * ROWS, block * 128], ready, a_ring.index(stage))
+            tma_load(a_codes, [m * 256, block * 128], ready, a_ring.index(stage))
             tma_load(b_codes, [n * 128, block * 128], ready, b_ring.index(stage))
-            tma_load(a_scales, [block, m * ROWS], ready, a_scale_ring.index(stage))
+            tma_load(a_scales, [block, m * 256], ready, a_scale_ring.index(stage))
             # TMA reads from 16 bytes on: of four scales of 128x128 blocks, one is ours.
             if WGRAD:
                 tma_load(b_scales, [block, n * 128], ready, b_scale_ring.index(stage))
@@ -632,9 +608,7 @@ def load_tiles(part: gl.constexpr, a_codes, b_codes, a_scales, b_scales, ring, h
                 tma_load(b_scales, [block, n // 4 * 4], ready, b_scale_ring.index(stage))
             else:
                 tma_load(b_scales, [n, block // 4 * 4], ready, b_scale_ring.index(stage))
-            stage, phase = next_stage(stage, phase, full.shape[0])
-            if WGRAD and part == 0:
-                hopper.mbarrier.arrive(half_way, pred=(tile == first) & (block == blocks // 2))
+            stage, phase = next_stage(stage, phase)
 
 
 @gluon_jit
@@ -667,45 +641,42 @@ def store_half(total, out, bias, m0, n0, M, N: gl.constexpr, WGRAD: gl.constexpr
     n = n0 + gl.arange(0, 128, gl.SliceLayout(0, layout))
     at, mask = out + m[:, None].to(gl.int64) * N + n[None, :], (m[:, None] < M) & (n[None, :] < N)
     if WGRAD:
-        total = gl.load(at, mask=mask) + total
+        # The L2 cache adds, and nobody waits for what was there. That leaves no order open: a launch adds to
+        # an element once. It is one rounding, as of a sum in a register, but takes subnormal numbers as zero.
+        gl.atomic_add(at, total, mask=mask, sem="relaxed")
     else:
         if bias is not None:
             column = n0 + gl.arange(0, 128, gl.SliceLayout(0, total.type.layout))
             total += gl.load(bias + column, mask=column < N, other=0).to(gl.float32)[None, :]
-        total = gl.convert_layout(total.to(out.dtype.element_ty), layout)
-    gl.store(at, total, mask=mask)
+        gl.store(at, gl.convert_layout(total.to(out.dtype.element_ty), layout), mask=mask)
 
 
 @gluon_jit
 def multiply_tiles(part: gl.constexpr, ring, bias, out, M, m_tiles, n_tiles: gl.constexpr, blocks,
                    N: gl.constexpr, WGRAD: gl.constexpr, TURNED: gl.constexpr):
-    """A consumer: its 128 rows of tile after tile.
+    """A consumer: rows 128 part .. 128 part + 127 of tile after tile.
 
     Whatever can wait, or be done ahead, is done while one of its products runs: releasing the stage before,
     reading scales, waiting for the next stage. Between two products of FProp a thread has 70 instructions, 64
     of them the promotion.
     """
     a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty = ring
-    ROWS: gl.constexpr = a_ring.shape[1]
-    top: gl.constexpr = 128 * part % ROWS  # of the consumer's rows, within the tile
-    AT_ONCE: gl.constexpr = 2 if WGRAD else 1
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     four: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     d = gl.zeros((64, 128), gl.float32, layout)
     stage, phase, previous = 0, 0, 0
-    first = gl.program_id(0) + part % AT_ONCE * gl.num_programs(0)
-    for tile in range(first, m_tiles * n_tiles, AT_ONCE * gl.num_programs(0)):
+    for tile in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         m, n = tile_place(tile, m_tiles, n_tiles)
         upper, lower = gl.zeros((64, 128), gl.float32, layout), gl.zeros((64, 128), gl.float32, layout)
         hopper.mbarrier.wait(full.index(stage), phase)
         for block in range(blocks):
-            a, b = a_ring.index(stage).slice(top, 128), b_ring.index(stage)
+            a, b = a_ring.index(stage).slice(part * 128, 128), b_ring.index(stage)
             d = start_product(a.slice(0, 64), b, d)
             # By now all that was read from the stage before has been used, scales included.
             hopper.mbarrier.arrive(empty.index(previous), pred=block > 0)
-            a_scales = a_scale_ring.index(stage).reshape([ROWS]).slice(top, 128)
+            a_scales = a_scale_ring.index(stage).reshape([256]).slice(part * 128, 128)
             s_upper, s_lower = a_scales.slice(0, 64).load(rows), a_scales.slice(64, 64).load(rows)
             if WGRAD:
                 s = b_scale_ring.index(stage).reshape([128])
@@ -719,14 +690,14 @@ def multiply_tiles(part: gl.constexpr, ring, bias, out, M, m_tiles, n_tiles: gl.
             d, upper = promote(d, scales, upper)
             d = start_product(a.slice(64, 64), b, d)
             previous = stage
-            stage, phase = next_stage(stage, phase, full.shape[0])
+            stage, phase = next_stage(stage, phase)
             hopper.mbarrier.wait(full.index(stage), phase, pred=block + 1 < blocks)
             d = hopper.warpgroup_mma_wait(0, deps=(d,))
             scales = s_lower[:, None] * s.load(columns)[None, :] if WGRAD else s_lower[:, None]
             d, lower = promote(d, scales, lower)
         hopper.mbarrier.arrive(empty.index(previous))
-        store_half(upper, out, bias, m * ROWS + top, n * 128, M, N, WGRAD)
-        store_half(lower, out, bias, m * ROWS + top + 64, n * 128, M, N, WGRAD)
+        store_half(upper, out, bias, m * 256 + part * 128, n * 128, M, N, WGRAD)
+        store_half(lower, out, bias, m * 256 + part * 128 + 64, n * 128, M, N, WGRAD)
 
 
 @gluon_jit(do_not_specialize=["M", "blocks"])
@@ -736,30 +707,26 @@ def product_kernel(a_codes, b_codes, a_scales, b_scales, bias, out, M, blocks, N
 
     TURNED: b_scales are (K/128, N/128) instead of (N/128, K/128), as DGrad has them.
     """
-    m_tiles = (M + a_codes.block_shape[0] - 1) // a_codes.block_shape[0]
+    codes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    scales: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    a_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 256, 128], codes)
+    b_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], codes)
+    a_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 256], scales)
+    b_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128 if WGRAD else 32], scales)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(i), count=1)
+        hopper.mbarrier.init(empty.index(i), count=2)
+    hopper.fence_async_shared()
+    ring = a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty
+    m_tiles = (M + 255) // 256
     n_tiles: gl.constexpr = (N + 127) // 128
-    half_way = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
-    hopper.mbarrier.init(half_way, count=1)
-    ring = new_ring(a_codes, b_codes, a_scales, b_scales, 3 if WGRAD else 4, 1 if WGRAD else 2)
-    if WGRAD:
-        ring_1 = new_ring(a_codes, b_codes, a_scales, b_scales, 3, 1)
-        hopper.fence_async_shared()
-        gl.warp_specialize([
-            (multiply_tiles, (0, ring, bias, out, M, m_tiles, n_tiles, blocks, N, WGRAD, TURNED)),
-            (multiply_tiles, (1, ring_1, bias, out, M, m_tiles, n_tiles, blocks, N, WGRAD, TURNED)),
-            (load_tiles, (0, a_codes, b_codes, a_scales, b_scales, ring, half_way, m_tiles, n_tiles, blocks,
-                          WGRAD, TURNED)),
-            (load_tiles, (1, a_codes, b_codes, a_scales, b_scales, ring_1, half_way, m_tiles, n_tiles, blocks,
-                          WGRAD, TURNED)),
-        ], [4, 1, 1], [240, 24, 24])
-    else:
-        hopper.fence_async_shared()
-        gl.warp_specialize([
-            (multiply_tiles, (0, ring, bias, out, M, m_tiles, n_tiles, blocks, N, WGRAD, TURNED)),
-            (multiply_tiles, (1, ring, bias, out, M, m_tiles, n_tiles, blocks, N, WGRAD, TURNED)),
-            (load_tiles, (0, a_codes, b_codes, a_scales, b_scales, ring, half_way, m_tiles, n_tiles, blocks,
-                          WGRAD, TURNED)),
-        ], [4, 1], [240, 24])
+    gl.warp_specialize([
+        (multiply_tiles, (0, ring, bias, out, M, m_tiles, n_tiles, blocks, N, WGRAD, TURNED)),
+        (multiply_tiles, (1, ring, bias, out, M, m_tiles, n_tiles, blocks, N, WGRAD, TURNED)),
+        (load_tiles, (a_codes, b_codes, a_scales, b_scales, ring, m_tiles, n_tiles, blocks, WGRAD, TURNED)),
+    ], [4, 1], [240, 24])
 
 
 def product_hopper(a_codes, a_scales, b_codes, b_scales, bias, out, wgrad):
@@ -773,11 +740,10 @@ def product_hopper(a_codes, a_scales, b_codes, b_scales, bias, out, wgrad):
         b_scales = empty_scales(*b_scales.shape, b_scales.device).copy_(b_scales)
     codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    rows = 128 if wgrad else 256
-    launch(product_kernel, min(cdiv(M, rows) * cdiv(N, BLOCK), multiprocessors(out.device)),
-           GluonDescriptor.from_tensor(a_codes, [rows, BLOCK], codes),
+    launch(product_kernel, min(cdiv(M, 256) * cdiv(N, BLOCK), multiprocessors(out.device)),
+           GluonDescriptor.from_tensor(a_codes, [256, BLOCK], codes),
            GluonDescriptor.from_tensor(b_codes, [BLOCK, BLOCK], codes),
-           GluonDescriptor.from_tensor(a_scales, [1, rows], scales),
+           GluonDescriptor.from_tensor(a_scales, [1, 256], scales),
            GluonDescriptor.from_tensor(b_scales, [1, BLOCK if wgrad else 32], scales),
            bias, out, M, blocks, N, wgrad, turned, num_warps=4, maxnreg=168)
 
@@ -1030,7 +996,8 @@ def fprop(x_codes, x_scales, w_codes, w_scales, bias=None, dtype=torch.bfloat16,
 def wgrad(dyt_codes, dyt_scales, xt_codes, xt_scales, out, tile=None):
     """out (N, K) FP32 += dY^T X: codes (N, Mp) and (K, Mp), scales (Mp/128, N) and (Mp/128, K).
 
-    `tile`, for tests and benchmarks: HOPPER, or (warps, stages) of wgrad_kernel; the bits are the same.
+    `tile`, for tests and benchmarks: HOPPER, or (warps, stages) of wgrad_kernel. The bits are the same, but
+    HOPPER takes subnormal numbers, those below 2^-126, as zero.
     """
     if not use_kernels(out):
         return wgrad_reference(dyt_codes, dyt_scales, xt_codes, xt_scales, out)
