@@ -463,7 +463,7 @@ def wgrad_reference(dyt_codes, dyt_scales, xt_codes, xt_scales, out):
     dyt, xt, total = dyt_codes.float(), xt_codes.float(), torch.zeros_like(out)
     for m in range(dyt.shape[1] // BLOCK):
         part = dyt[:, m * BLOCK:(m + 1) * BLOCK] @ xt[:, m * BLOCK:(m + 1) * BLOCK].t()
-        total += part * (dyt_scales[m][:, None] * xt_scales[m])
+        total += part * dyt_scales[m][:, None] * xt_scales[m]
     out += total
 
 
@@ -525,7 +525,7 @@ def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.
         xt = xt_codes.load([k0, block * 128])
         s_dy = tl.load(dyt_scales + block * DYT_LINE + n, mask=n < N, other=0)
         s_x = tl.load(xt_scales + block * XT_LINE + k, mask=k < K, other=0)
-        total = tl.fma(tl.dot(dyt, xt.T), s_dy[:, None] * s_x, total)
+        total = tl.fma(tl.dot(dyt, xt.T) * s_dy[:, None], s_x[None, :], total)
 
     offsets, mask = n[:, None].to(tl.int64) * K + k, (n[:, None] < N) & (k < K)
     tl.store(out + offsets, tl.load(out + offsets, mask=mask) + total, mask=mask)
@@ -686,15 +686,19 @@ def multiply_tiles(part: gl.constexpr, ring, bias, out, M, m_tiles, n_tiles: gl.
                 s = gl.sum(gl.where(ours, b_scales, 0.0), 0)
                 s_upper, s_lower = s_upper * s, s_lower * s
             d = hopper.warpgroup_mma_wait(0, deps=(d,))
-            scales = s_upper[:, None] * s.load(columns)[None, :] if WGRAD else s_upper[:, None]
-            d, upper = promote(d, scales, upper)
+            if WGRAD:
+                d, upper = promote(d * s_upper[:, None], s.load(columns)[None, :], upper)
+            else:
+                d, upper = promote(d, s_upper[:, None], upper)
             d = start_product(a.slice(64, 64), b, d)
             previous = stage
             stage, phase = next_stage(stage, phase)
             hopper.mbarrier.wait(full.index(stage), phase, pred=block + 1 < blocks)
             d = hopper.warpgroup_mma_wait(0, deps=(d,))
-            scales = s_lower[:, None] * s.load(columns)[None, :] if WGRAD else s_lower[:, None]
-            d, lower = promote(d, scales, lower)
+            if WGRAD:
+                d, lower = promote(d * s_lower[:, None], s.load(columns)[None, :], lower)
+            else:
+                d, lower = promote(d, s_lower[:, None], lower)
         hopper.mbarrier.arrive(empty.index(previous))
         store_half(upper, out, bias, m * 256 + part * 128, n * 128, M, N, WGRAD)
         store_half(lower, out, bias, m * 256 + part * 128 + 64, n * 128, M, N, WGRAD)
