@@ -31,6 +31,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -1259,32 +1260,49 @@ def read_log(run):
     return records
 
 
+def spread(logs, kind, key):
+    """The seeds of one run -> step, mean, least and most (n,) each, of the steps that all of them have."""
+    series = [{r["step"]: r[key] for r in log if r.get("kind") == kind and isinstance(r.get(key), (int, float))}
+              for log in logs]
+    steps = sorted(set.intersection(*(set(s) for s in series)))
+    values = [[s[step] for s in series] for step in steps]
+    return steps, [sum(v) / len(v) for v in values], [min(v) for v in values], [max(v) for v in values]
+
+
 def plot(runs, path):
-    """Reward (dots: held-out accuracy), |dlogp|, length and rollout speed of each run by step."""
+    """Curves of each run by step. Names that differ in a trailing -sN alone are seeds: mean, least and most."""
     if not runs:
         raise ValueError("plot needs run folders: python bench.py plot runs/NAME [runs/NAME ...]")
-    logs = {os.path.basename(os.path.normpath(run)): read_log(run) for run in runs}
+    logs = {}
+    for run in runs:
+        name = re.sub(r"(-s\d+)?(\.jsonl)?$", "", os.path.basename(os.path.normpath(run)), count=1)
+        log = read_log(run)
+        for r in log:
+            r["clipped"] = r.get("clipped_low", 0) + r.get("clipped_high", 0)
+        logs.setdefault(name, []).append(log)
     try:
         import matplotlib
     except ImportError:
         raise ImportError("plot needs the package matplotlib: pip install matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    steps = {name: [r for r in log if r.get("kind") == "step"] for name, log in logs.items()}
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True, sharex=True)
+    figure, axes = plt.subplots(2, 3, figsize=(14, 7), constrained_layout=True, sharex=True)
     panels = [("reward", "mean reward (dots: held-out accuracy)"), ("length", "mean completion, tokens"),
+              ("entropy", "mean of -log p, nats a token"),
               ("mean_dlogp", "mean |log p sampler - log p trainer|"),
-              ("rollout_tok_per_s", "rollout, tokens/s")]
+              ("k3", "KL(sampler || trainer), k3 estimate"), ("clipped", "share of tokens beyond the clip")]
     for axis, (key, title) in zip(axes.flat, panels):
-        for i, (name, log) in enumerate(steps.items()):
-            points = [(r["step"], r[key]) for r in log if isinstance(r.get(key), (int, float))]
-            if key == "mean_dlogp":
-                axis.set_yscale("symlog", linthresh=1e-6)  # logarithmic, with a place for exact zeros
-                axis.set_ylim(bottom=-1e-7)
-            axis.plot(*zip(*points) if points else ([], []), color=f"C{i}", linewidth=1.3, label=name)
+        for i, (name, seeds) in enumerate(logs.items()):
+            steps, mean, least, most = spread(seeds, "step", key)
+            axis.plot(steps, mean, color=f"C{i}", linewidth=1.3, label=f"{name} ({len(seeds)})")
+            axis.fill_between(steps, least, most, color=f"C{i}", alpha=0.2, linewidth=0)
             if key == "reward":
-                evals = [(r["step"], r["accuracy"]) for r in logs[name] if r.get("kind") == "eval"]
-                axis.plot(*zip(*evals) if evals else ([], []), "o", color=f"C{i}", markersize=5)
+                steps, mean, least, most = spread(seeds, "eval", "accuracy")
+                axis.plot(steps, mean, "o", color=f"C{i}", markersize=5)
+                axis.vlines(steps, least, most, color=f"C{i}", linewidth=1)
+        if key in ("mean_dlogp", "k3"):
+            axis.set_yscale("symlog", linthresh=1e-6)  # logarithmic, with a place for exact zeros
+            axis.set_ylim(bottom=-1e-7)
         axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.3)
     for axis in axes[1]:
@@ -1292,7 +1310,7 @@ def plot(runs, path):
     axes[0, 0].legend(fontsize=9)
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     figure.savefig(path, dpi=130)
-    print(f"wrote {path}: {', '.join(f'{name} ({len(log)} steps)' for name, log in steps.items())}")
+    print(f"wrote {path}: {', '.join(f'{name} ({len(seeds)})' for name, seeds in logs.items())}")
 
 
 # ---- the command line --------------------------------------------------------------------------------------

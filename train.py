@@ -682,15 +682,17 @@ class Run:
                 keys=[-1 - i * k - j for i in mine for j in range(k)])
         right = torch.tensor([self.task.heldout[i].reward(self.text(rollout.tokens[n * k + j]))
                               for n, i in enumerate(mine) for j in range(k)]).view(-1, k)
-        one, some, truncated = ranks.total([right.mean(1).sum().item() if mine else 0,
-                                            right.amax(1).sum().item() if mine else 0,
-                                            rollout.finish.count("length")])
+        one, squares, some, truncated = ranks.total([right.mean(1).sum().item() if mine else 0,
+                                                     right.mean(1).square().sum().item() if mine else 0,
+                                                     right.amax(1).sum().item() if mine else 0,
+                                                     rollout.finish.count("length")])
+        error = math.sqrt(max(squares / count - (one / count) ** 2, 0) / count)  # of the mean over problems
         seconds = time.time() - t0
         passed = f"{one / count:.1%}" + (f" (pass@1), {some / count:.1%} (pass@{k})" if k > 1 else "")
         how = f"at temperature {cfg.temperature:g}" if k > 1 else "greedy"
         print(f"held-out accuracy {when}: {passed} of {count} problems, {how} ({seconds:.1f} s)")
-        self.log({"kind": "eval", "step": self.step, "accuracy": one / count, "problems": count,
-                  "samples": k, "pass_k": some / count, "truncated": truncated / count / k,
+        self.log({"kind": "eval", "step": self.step, "accuracy": one / count, "standard_error": error,
+                  "problems": count, "samples": k, "pass_k": some / count, "truncated": truncated / count / k,
                   "seconds": seconds})
 
     def text(self, ids):
