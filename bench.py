@@ -6,6 +6,9 @@ Everything that is claimed in numbers: exactness first, then the speed of each k
     python bench.py attention head              # the kernels that stay in BF16
     python bench.py decode rollout              # steps of the sampler at real shapes, whole batches
     python bench.py train step                  # updates at real shapes; rollout and update together
+    python bench.py rules                       # what each rule of the numerics contract costs
+    python bench.py mismatch FOLDER ...         # what lifting it does, on these checkpoints -> a figure
+    python bench.py moves FOLDER ...            # what an update of the policy changes -> a figure
     python bench.py plot runs/a runs/b          # curves of training -> assets/runs.png (needs matplotlib)
 
 Each section prints a table; the last line on stdout is one JSON object, whose rows are merged into --out
@@ -33,8 +36,10 @@ import os
 import random
 import re
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +47,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8
 import grpo
+import model as model_file
 import train
 from model import (PAGE, Config, Transformer, attention, empty_cache, pack, paged_attention, sample,
                    token_logprobs)
@@ -1241,6 +1247,188 @@ def step_section(rows, quick):
             step_row(table, "4B", "fp8", 4, 4, 4096, ", 80 GB", recompute=True, micro_tokens=8192)
 
 
+# ---- mismatch and rules: what lifting one rule of the numerics contract at a time does, and costs ----------
+
+MISMATCH, MISMATCH_QUICK = (64, 2048), (4, 24)        # responses, tokens of each
+
+
+class Relaunched:
+    """Stands in for a kernel: runs it with some options of its own, whatever `launch` says."""
+
+    def __init__(self, kernel, **options):
+        self.kernel, self.options = kernel, options
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.kernel[grid](*args, **options | self.options)
+
+
+def relaunched(module, name, **options):
+    """The change that puts a Relaunched in the place of a kernel."""
+    return module, name, Relaunched(getattr(module, name), **options)
+
+
+def mismatch_cases(model):
+    """{case: (precision, changes while the sampler runs, changes while the trainer scores)}, a change being
+    an object, its attribute and another value. A rule is lifted on one side: on both, bits may agree again.
+    """
+    fused = tuple(relaunched(module, name, enable_fp_fusion=True) for module in (fp8, model_file)
+                  for name in vars(module) if name.endswith("_kernel"))
+    return {
+        "exact": ("fp8", (), ()),
+        "both in BF16": ("bf16", (), ()),
+        "FP8 and BF16": ("fp8-rollout", (), ()),
+        "KV in FP8": ("fp8", ((model, "kv", "fp8"),), ()),
+        "tile of 16 rows": ("fp8", ((fp8, "fprop_tile", lambda *shape: (16, 64, False, 4, 4)),), ()),
+        "softmax, 4 warps": ("fp8", (relaunched(model_file, "paged_attention_kernel", num_warps=4),), ()),
+        "norm, 8 warps": ("fp8", (relaunched(fp8, "norm_kernel", num_warps=8),), ()),
+        "contraction on": ("fp8", fused, ()),
+        "softmax unsplit": ("fp8", ((model_file, "SPLIT", 1 << 30),), ()),
+        "KV tile of 128": ("fp8", (), ((model_file, "PAGE", 128),)),
+        "head tile of 128": ("fp8", (), ((model_file, "VTILE", 128),)),
+    }
+
+
+def changed(*changes):
+    """A context in which the attributes have their other values. A graph captured in it keeps them."""
+    stack = contextlib.ExitStack()
+    for change in changes:
+        stack.enter_context(mock.patch.object(*change))
+    return stack
+
+
+def sampled(run, count, longest):
+    """-> `count` pairs of prompt and response, this of `longest` tokens; their log-probs, end to end."""
+    prompts = [run.encode_prompt(problem) for problem in run.problems(0, count)]
+    sampler = Sampler(run.model)
+    out = sampler.generate(prompts, 1, longest, stop=[])
+    sampler.release()
+    return list(zip(prompts, out.tokens)), torch.cat(out.logprobs)
+
+
+def mismatch(rows, quick, *folders):
+    """One set of weights, BF16 and codes of it, in every case: another precision, or one rule lifted."""
+    columns = "precision", "tokens", "differing", "mean_dlogp", "max_dlogp", "k3"
+    table, panels = Table("mismatch", rows, *columns, key="model"), []
+    count, longest = MISMATCH_QUICK if quick else MISMATCH
+    edges = [0, *sorted({round(longest ** (i / 16)) for i in range(17)})]              # even in the log
+    for folder in folders or [""]:
+        model, rollouts, before = os.path.basename(os.path.normpath(folder or "default")), {}, len(rows)
+        with tempfile.TemporaryDirectory() as out:                          # of a run that is not started
+            run = train.Run(train.parse([f"--model={folder}", f"--out={out}", "--precision=fp8-rollout"]))
+        for case, (precision, sampling, scoring) in mismatch_cases(run.model).items():
+            only_kernels = any(name.endswith(("_kernel", "_tile")) for _, name, _ in sampling)
+            if only_kernels and run.device.type == "cpu":
+                note(f"note: {case}: the references have no such thing")
+                continue
+            flow = run.model, "precision", precision
+            if (precision, sampling) not in rollouts:
+                with changed(flow, *sampling):
+                    rollouts[precision, sampling] = sampled(run, count, longest)
+            sequences, ours = rollouts[precision, sampling]
+            with changed(flow, *scoring):
+                theirs = torch.cat(run.no_grad_scores(run.model, sequences)).cpu()
+            gap = {name: value.item() for name, value in grpo.mismatch(ours, theirs).items()}
+            gap["differing"], by_position = gap.pop("differing_tokens"), (ours - theirs).abs().view(count, -1)
+            bins = [by_position[:, a:b].mean().item() for a, b in itertools.pairwise(edges)]
+            table.add(case, model, precision=precision, tokens=len(ours), **gap, edges=edges, bins=bins)
+        middles, ranked = [math.sqrt((a + 1) * b) for a, b in itertools.pairwise(edges)], {}
+        for row in sorted(rows[before:], key=lambda row: -row["mean_dlogp"]):
+            ranked[f"{row['case']} ({show(row['mean_dlogp'])})"] = middles, row["bins"]
+        print(f"{model}, sources by mean |dlogp|:", *ranked, sep="\n  ")
+        panels.append((model, "token of the response", "log", "symlog", ranked))
+    if not quick:
+        draw("mismatch.png", "mean |log p sampler - log p trainer|", panels)
+
+
+def rules(rows, quick):
+    """Log-probs of a packed batch and decode steps by our rules, and with one lifted: where x_lifted, its
+    time over ours, is below 1, the rule costs something."""
+    with mock.patch.dict(LAYERS, {"1.7B": 4}):
+        model, one, ours = random_model("1.7B", "fp8", "bf16"), torch.ones(1, device="cuda"), {}
+    packing, tokens = pack([4096] * 4, "cuda"), torch.randint(151936, (16384,), device="cuda")
+    table = Table("rules", rows, "us", "x_lifted", key="model")
+    for case, (precision, sampling, scoring) in mismatch_cases(model).items():
+        if precision != "fp8":
+            continue
+        times = {}
+        with changed(*sampling, *scoring), torch.no_grad():
+            forward = lambda: token_logprobs(model(tokens, packing), model.head, tokens, one)
+            times["forward 4 x 4096"] = measure([forward], graph=False)[0]
+            sampler, width = Sampler(model), pages_for(16384 + 64)
+            sampler._build(64, width, 64 * pages_for(4096 + 64) + 1)
+            fill(sampler.pool)
+            for B, context in [] if scoring else [(64, 1024), (64, 4096), (1, 16384)]:
+                times[f"decode {B} x {context}"] = decode_cell(sampler, B, context)
+            del sampler
+        for what, us in times.items():
+            table.add(f"{case}: {what}", "1.7B, 4 layers", us=us, x_lifted=us / ours.setdefault(what, us))
+
+
+# ---- moves: what an update changes, and how far the FP8 gradient is from the BF16 one ----------------------
+
+
+def on_policy_gradient(run, model, batch):
+    """FP32 vectors, one a layer, of one batch at ratio 1; what was accumulated is cleared."""
+    at = 0
+    for micro in train.micro_batches(batch["sequences"], run.cfg.micro_tokens):
+        logp = score(model, micro, run.inv_temp)
+        advantage = batch["advantages"][at:at + len(logp)]
+        grpo.policy_loss(logp, logp.detach(), advantage, batch["tokens"])[0].backward()
+        at += len(logp)
+    gradients = [torch.cat([w.gradient().flatten() for w in layer.children()]) for layer in model.layers]
+    for w in model.weights().values():
+        w.gradient().zero_()
+    return gradients
+
+
+MOVED = {"codes_changed": "share of FP8 codes that change", "dlogp": "mean |change of log p|"}
+
+
+def watch(table, where, update):
+    """`update`, measured as well: the gradient against that of a BF16 twin, made from the same masters, on
+    the same tokens; the codes before and after; and how far the log-probs of these tokens move."""
+    def watched(run, batch, metrics):
+        if not batch["advantages"].any():                                # all rewards alike: no gradient
+            return update(run, batch, metrics)
+        model, master = run.model, run.optimizer.master
+        twin = Transformer(model.config, "bf16", run.device, seed=None).load(master.items())
+        ours, theirs = (on_policy_gradient(run, m, batch) for m in (model, twin))
+        coded = [w for w in model.weights().values() if w.codes is not None]
+        before = [w.codes.view(torch.uint8).clone() for w in coded]
+        result = update(run, batch, metrics)
+        flips = sum((w.codes.view(torch.uint8) != old).sum().item() for w, old in zip(coded, before))
+        after = torch.cat(run.no_grad_scores(model, batch["sequences"]))
+        cosines = [F.cosine_similarity(a, b, 0).item() for a, b in zip(ours, theirs)]
+        table.add(f"update {run.step}", where, lr=run.learning_rate(run.step, run.cfg.lr, run.cfg.steps),
+                  codes_changed=flips / sum(old.numel() for old in before), least_cosine=min(cosines),
+                  dlogp=(after - result[0]).abs().mean().item(), cosines=cosines)
+        return result
+    return watched
+
+
+MOVES = "--sft-steps=200 --steps=12 --eval-problems=64 --eval-every=0 --save-every=0 --sample-every=0".split()
+LEARN_FORMAT = "--difficulty=2 --sft-steps=40 --sft-lr=5e-5 --max-new-tokens=64".split()
+
+
+def moves(rows, quick, *folders):
+    """A run of train.py, of the default model or of each folder, every update of which is watched."""
+    table, shares, cosines = Table("moves", rows, "lr", *MOVED, "least_cosine", key="model"), {}, {}
+    for folder in folders or [""]:
+        model = os.path.basename(os.path.normpath(folder or "default"))
+        before, update, flags = len(rows), watch(table, model, train.Run.update), LEARN_FORMAT * bool(folder)
+        with tempfile.TemporaryDirectory() as out, mock.patch.object(train.Run, "update", update):
+            train.main([f"--model={folder}", f"--out={out}", *MOVES, *flags])
+        updates = rows[before:]
+        for name, what in MOVED.items():
+            shares[f"{model}: {what}"] = range(len(updates)), [r[name] for r in updates]
+        means = [sum(layer) / len(updates) for layer in zip(*(r["cosines"] for r in updates))]
+        cosines[model] = range(len(means)), means
+    if not quick:
+        draw("policy_moves.png", "", [
+            ("what an update changes", "update", "linear", "log", shares),
+            ("cosine of the FP8 and the BF16 gradient", "layer", "linear", "linear", cosines)])
+
+
 # ---- plot: curves of training runs -------------------------------------------------------------------------
 
 
@@ -1269,6 +1457,16 @@ def spread(logs, kind, key):
     return steps, [sum(v) / len(v) for v in values], [min(v) for v in values], [max(v) for v in values]
 
 
+def pyplot():
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("the figure needs the package matplotlib: pip install matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    return plt
+
+
 def plot(runs, path):
     """Curves of each run by step. Names that differ in a trailing -sN alone are seeds: mean, least and most."""
     if not runs:
@@ -1280,12 +1478,7 @@ def plot(runs, path):
         for r in log:
             r["clipped"] = r.get("clipped_low", 0) + r.get("clipped_high", 0)
         logs.setdefault(name, []).append(log)
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("plot needs the package matplotlib: pip install matplotlib")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     figure, axes = plt.subplots(2, 3, figsize=(14, 7), constrained_layout=True, sharex=True)
     panels = [("reward", "mean reward (dots: held-out accuracy)"), ("length", "mean completion, tokens"),
               ("entropy", "mean of -log p, nats a token"),
@@ -1313,27 +1506,46 @@ def plot(runs, path):
     print(f"wrote {path}: {', '.join(f'{name} ({len(seeds)})' for name, seeds in logs.items())}")
 
 
+def draw(name, label, panels):
+    """assets/NAME with panels of curves: (title, label of x, scale of x, scale of y, {label: (x, y)})."""
+    figure, axes = pyplot().subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False,
+                                     constrained_layout=True)
+    for axis, (title, x_label, x_scale, y_scale, curves) in zip(axes[0], panels):
+        for curve, (x, y) in curves.items():
+            axis.plot(x, y, label=curve, linewidth=1.3, color="k" if curve.startswith("exact") else None)
+        axis.set(title=title, xlabel=x_label, xscale=x_scale)
+        # symlog: logarithmic, with a place for exact zeros
+        axis.set_yscale(y_scale, **{"linthresh": 1e-6} if y_scale == "symlog" else {})
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    axes[0, 0].set_ylabel(label)
+    figure.savefig(os.path.join(HERE, "assets", name), dpi=130)
+    print(f"wrote assets/{name}")
+
+
 # ---- the command line --------------------------------------------------------------------------------------
 
 SECTIONS = {"exact": exact, "gemm": gemm, "quant": quant, "block": block, "optimizer": optimizer,
             "attention": attention_section, "head": head, "decode": decode, "rollout": rollout_section,
-            "train": train_section, "step": step_section}
+            "train": train_section, "step": step_section, "rules": rules, "mismatch": mismatch,
+            "moves": moves}
+ON_CPU = "exact", "mismatch", "moves"     # with --quick
 
 
-def run_sections(names, out, quick):
+def run_sections(names, folders, out, quick):
     """Runs the sections in turn, merging after each, also after one that failed; -> exit code."""
     cuda, rows, skipped = torch.cuda.is_available(), [], False
     print(" | ".join(f"{k} {v}" for k, v in machine().items()))
     for name in names:
-        if not cuda and not (name == "exact" and quick):
+        if not cuda and not (name in ON_CPU and quick):
             print(f"{name}: needs a CUDA device, and torch sees none"
-                  + (" (--quick runs a tiny version on the CPU)" if name == "exact" else ""))
+                  + (" (--quick runs a tiny version on the CPU)" if name in ON_CPU else ""))
             skipped = True
             continue
         torch.manual_seed(0)
         began = time.time()
         try:
-            SECTIONS[name](rows, quick)
+            SECTIONS[name](rows, quick, *folders)
         finally:
             if out:
                 merge(out, rows)
@@ -1345,7 +1557,8 @@ def run_sections(names, out, quick):
 
 def main():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="+", help=f"{', '.join(SECTIONS)}; or plot and run folders")
+    parser.add_argument("sections", nargs="+", help=f"{', '.join(SECTIONS)}; or plot and run folders; "
+                                                    "folders of checkpoints after mismatch or moves")
     parser.add_argument("--out", help="JSON file to merge into; for plot, the picture [assets/runs.png]")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -1355,13 +1568,16 @@ def main():
         out = os.path.join(HERE, "assets", "bench_h200.json")
     if args.sections[0] == "plot":
         return plot(args.sections[1:], args.out or os.path.join(HERE, "assets", "runs.png"))
-    for name in args.sections:
+    names, folders = args.sections, []
+    if names[0] in ("mismatch", "moves"):
+        names, folders = names[:1], names[1:]
+    for name in names:
         if name not in SECTIONS:
             near = difflib.get_close_matches(name, SECTIONS, 1) or [", ".join(SECTIONS)]
             raise ValueError(f"unknown section '{name}': did you mean {near[0]}?")
     if out:
         read_results(out)               # a file of another GPU is refused now, not after the measurements
-    return run_sections(args.sections, out, args.quick)
+    return run_sections(names, folders, out, args.quick)
 
 
 if __name__ == "__main__":

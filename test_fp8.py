@@ -3146,6 +3146,56 @@ def test_bench_rows(tmp_path, capsys):
     assert found["gemm", "fprop", "geometric mean"]["x_bf16"] == pytest.approx(4)
 
 
+@cpu_only
+def test_mismatch_section(tmp_path, monkeypatch, capsys):
+    """The exact flow is a line at zero; a rule lifted on one side shows from where it may, then is back."""
+    monkeypatch.setattr(bench, "MISMATCH_QUICK", (1, 64))
+    monkeypatch.setattr(model, "SPLIT", PAGE)
+    sizes = {"num_hidden_layers": 1, "vocab_size": 260, "max_position_embeddings": 1024}
+    Transformer(tiny_config(**sizes, eos_token_id=[256])).save_pretrained(tmp_path)
+    Tokenizer.bytes().save(tmp_path)
+    before, rows = {module: dict(vars(module)) for module in (model, fp8)}, []
+    bench.mismatch(rows, True, str(tmp_path))
+    assert before == {module: dict(vars(module)) for module in (model, fp8)}
+    ranking = re.findall(r"^  (.+) \(\S+\)$", capsys.readouterr().out.split("|dlogp|:")[1], re.M)
+    assert ranking == [r["case"] for r in sorted(rows, key=lambda r: -r["mean_dlogp"])]
+    found = {row["case"]: row for row in rows}
+    for case in ("exact", "both in BF16"):
+        assert found[case]["differing"] == 0 and not any(found[case]["bins"]), case
+    for case in ("FP8 and BF16", "KV in FP8", "head tile of 128"):
+        assert found[case]["differing"] > 0, case
+    for case in ("softmax unsplit", "KV tile of 128"):  # the prompt has 12 tokens: one page up to token 52
+        by_end = dict(zip(found[case]["edges"][1:], found[case]["bins"], strict=True))
+        assert any(by_end.values()) and not any(gap for end, gap in by_end.items() if end <= 52), case
+
+
+def test_relaunched_kernels(monkeypatch):
+    """A kernel gets other options, and keeps what else its launch asks for; the other kernels keep theirs."""
+    seen = []
+    for name in ("norm_kernel", "wgrad_kernel"):
+        record = lambda *args, name=name, **options: seen.append((name, args, tuple(options.values())))
+        monkeypatch.setattr(fp8, name, {(5,): record})
+    for changes in [], [bench.relaunched(fp8, "norm_kernel", enable_fp_fusion=True, num_warps=4)]:
+        with bench.changed(*changes):
+            fp8.launch(fp8.norm_kernel, 5, "x", num_warps=1)
+            fp8.launch(fp8.wgrad_kernel, 5, "y", num_warps=1)
+    wgrad = ("wgrad_kernel", ("y",), (False, 1))
+    assert seen == [("norm_kernel", ("x",), (False, 1)), wgrad, ("norm_kernel", ("x",), (True, 4)), wgrad]
+
+
+def test_moves_section(tmp_path, monkeypatch, paid):
+    """A watched run is the same run. At learning rate 0 nothing moves; the gradient is near BF16's anyway."""
+    rows, plain = [], run(tmp_path / "plain")
+    table = bench.Table("moves", rows, key="model")
+    monkeypatch.setattr(train.Run, "update", bench.watch(table, "tiny", train.Run.update))
+    assert run(tmp_path / "watched") == plain
+    run(tmp_path / "still", "--lr=0", "--steps=1")
+    assert [row["case"] for row in rows] == ["update 0", "update 1", "update 0"]
+    moved = [(row["codes_changed"] > 0, row["dlogp"] > 0) for row in rows]
+    assert moved == [(True, True), (True, True), (False, False)]
+    assert all(0.9 < cosine < 1 for row in rows for cosine in row["cosines"])
+
+
 def test_explain():
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total ...")
     assert rollout.explain(full, "--n") == "error: out of GPU memory: lower --n\nCUDA out of memory"
