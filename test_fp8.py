@@ -849,8 +849,22 @@ def test_fp8_kv_definition():
     assert (peak > 224).all() and (peak <= 448).all() and relative(values[large], x[large]) < 0.04
 
 
+@pytest.mark.parametrize("D", model.HEAD_SIZES)
+def test_code_places(D):
+    """A page has a place for every code; 512 bytes in a row are what PTX deals to a warp, 16 to a thread, as
+    right operands of four m16n8k16: thread 4n + l holds column n at depths 2l, 2l + 1, 2l + 8, 2l + 9."""
+    k, v = model.code_places(D, "cpu")
+    for places in k, v:
+        assert torch.equal(places.flatten().sort()[0], torch.arange(PAGE * D)) and places.shape == (PAGE, D)
+    if D >= 64:
+        n, l, four = torch.arange(8).view(8, 1, 1, 1), torch.arange(4).view(4, 1, 1), torch.arange(4)[:, None]
+        depth = 2 * l + torch.tensor([0, 1, 8, 9])
+        same(k[8 + n, 16 * four + depth].flatten(), torch.arange(512, 1024), "keys 8 to 15, elements 0 to 63")
+        same(v[depth, 8 * four + n].flatten(), torch.arange(512), "keys 0 to 15, elements 0 to 31")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("H,G,D", [(3, 1, 16)] + [(9, 3, 64), (32, 8, 128)] * CUDA)
+@pytest.mark.parametrize("H,G,D", [(3, 1, 16), (2, 1, 128)] + [(9, 3, 64), (32, 8, 128)] * CUDA)
 def test_kernel_fp8_kv(H, G, D, dtype):
     """k and v are rounded to codes * scales, in the trainer and, the same codes, on pages; gradients pass."""
     torch.manual_seed(3)
@@ -1283,7 +1297,7 @@ def page_pool(values, lengths, seed=0):
 
 
 @pytest.mark.parametrize("H,G,D", by_mode(
-    [(2, 2, 16), (6, 2, 64), (7, 1, 16)], [(3, 1, 16)],
+    [(2, 2, 16), (6, 2, 64), (7, 1, 16)], [(3, 1, 16), (2, 1, 128)],
     [(4, 4, 64), (6, 2, 64), (7, 1, 128), (8, 2, 128), (2, 1, 16)]))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_attention_packed_alone_paged(H, G, D, dtype, monkeypatch):
