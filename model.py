@@ -1573,7 +1573,8 @@ def widen(codes, dtype: tl.constexpr, PLAIN: tl.constexpr):
     """E4M3 codes, as bytes -> `dtype`, times 2^-120: a byte's exponent and mantissa, put 4 bits further down
     under the sign, are a BF16 number too small by that (a cast would go by way of FP16 and FP32).
 
-    is_pure=False keeps Triton from converting after a change of layout, byte by byte.
+    is_pure=False hides from Triton that bytes lie behind the operand: it would deal it out for products of
+    bytes, which does not fit the order of the codes.
     """
     if PLAIN:
         return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 2.0 ** -120).to(dtype)
@@ -1621,7 +1622,7 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
     used, row, d = i < H // G, b * H + g * (H // G) + i, tl.arange(0, D)[None, :]
     query = tl.load(q + row[:, None] * D + d, mask=used[:, None], other=0)
     if k_scales is not None:
-        query *= 2.0 ** 60
+        query *= 2.0 ** 60  # half of what the codes lack (see `widen`), and no score overflows
     for part in range(start, tl.cdiv(tl.maximum(length, 1), SPLIT), ACROSS):
         top, total, acc = no_keys(16, D)
         for begin in range(part * SPLIT, tl.minimum(length, part * SPLIT + SPLIT), PAGE):
