@@ -1208,7 +1208,9 @@ def store_codes(pages, codes, j, d, is_k, mask, D: tl.constexpr, PAGE: tl.conste
     k += d % deep // 16 * 4 + d % 16 // 8 * 2 + d % 2
     v = j // 16 * (16 * D) + d // wide * (16 * wide) + d % 8 * (2 * wide) + j % 8 // 2 * (wide // 2)
     v += d % wide // 8 * 4 + j % 16 // 8 * 2 + j % 2
-    tl.store(pages + tl.where(is_k, k, v), codes, mask=mask)
+    at, mask = pages + tl.where(is_k, k, v), tl.broadcast_to(mask, codes.shape)
+    # In one dimension, so that the threads of a warp write to one head's few lines, not to 16 heads each.
+    tl.store(tl.ravel(at), tl.ravel(codes), mask=tl.ravel(mask))
 
 
 @jit(do_not_specialize=["cached"])
