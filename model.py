@@ -1630,17 +1630,17 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
         for begin in range(part * SPLIT, tl.minimum(length, part * SPLIT + SPLIT), PAGE):
             at = (tl.load(table + b * max_pages + begin // PAGE) * G + g) * PAGE
             valid = begin + place < length
-            k, v, v_scale = k_tiles.load([at, 0]), v_tiles.load([at, 0]), None
+            k, v_scale = k_tiles.load([at, 0]), None
             if k_scales is None:
                 scores = tl.dot(query, tl.trans(k))
             else:
                 k_scale = tl.load(k_scales + at + place, mask=valid, other=0) * 2.0 ** 60
+                v_scale = (tl.load(v_scales + at + place, mask=valid, other=0) * 2.0 ** 120).to(query.dtype)
                 scores = tl.dot(query, key_operand(k, D, PAGE, query.dtype, PLAIN)) * k_scale[None, :]
-            if begin + PAGE > length:
-                scores = tl.where(valid[None, :], scores, float("-inf"))
+            scores = tl.where(valid[None, :], scores, float("-inf"))
+            v = v_tiles.load([at, 0])  # under way as long as k, but into registers only now: there are few
             if k_scales is not None:
                 v = value_operand(v, D, PAGE, query.dtype, PLAIN)
-                v_scale = (tl.load(v_scales + at + place, mask=valid, other=0) * 2.0 ** 120).to(v.dtype)
             top, total, acc = softmax_step(scores, v, v_scale, top, total, acc, SCALE)
         if length <= SPLIT:
             acc = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]   # an idle slot: 0, not 0/0
