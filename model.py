@@ -1624,7 +1624,7 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
     used, row, d = i < H // G, b * H + g * (H // G) + i, tl.arange(0, D)[None, :]
     query = tl.load(q + row[:, None] * D + d, mask=used[:, None], other=0)
     if k_scales is not None:
-        query *= 2.0 ** 60  # half of what the codes lack (see `widen`), and no score overflows
+        query *= 2.0 ** 60  # half of what the codes lack, see `widen`; all of it, and q of 256 would overflow
     for part in range(start, tl.cdiv(tl.maximum(length, 1), SPLIT), ACROSS):
         top, total, acc = no_keys(16, D)
         for begin in range(part * SPLIT, tl.minimum(length, part * SPLIT + SPLIT), PAGE):
@@ -1847,8 +1847,8 @@ def paged_attention(q, cache, page_table, lengths, quantize=False):
     if B:
         # A part that a short sequence does not have costs a program's start: 512 fill two waves of an H200.
         across = min(parts, max(1, 512 // (B * G)))
-        # With 5 stages a program has two pages under way, with 3 one: then twice as many programs fit on a
-        # multiprocessor.
+        # With 5 stages a program has two pages under way, with 3 one, and more programs fit on a
+        # multiprocessor: better where there are more of them than 512 of FP8 or 256 of BF16.
         stages = 5 if B * G * across * k_pages[0, 0].nbytes <= 2 ** 22 else 3
         launch(paged_attention_kernel, B * G * across, q.contiguous(), *tiles, k_scales, v_scales, page_table,
                lengths, o, accs, tops, totals, page_table.stride(0), B, H, G, D, D ** -0.5 * LOG2E, PAGE,
