@@ -536,8 +536,8 @@ class Metrics:
     mean over their tokens, whatever their sizes. Sums stay where they are, mostly on the device.
     """
 
-    def __init__(self):
-        self.sums, self.counts = {}, {}
+    def __init__(self, names=()):
+        self.sums, self.counts = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
 
     def add(self, count, sums):
         for name, value in sums.items():

@@ -3045,13 +3045,14 @@ def test_problems_longer_than_the_context(tmp_path, paid, capsys):
     held = write(tmp_path / "b.jsonl", row("held out", "#### 1"), row("word " * 4000, "#### 1"))
     flags = ["--task=jsonl", f"--data={data},{held}", "--steps=1"]
     assert len(run(tmp_path / "run", *flags)) == 1
-    assert "1 training and 1 held-out problems are left out" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="shorter problems"):
+    said = capsys.readouterr().out
+    assert all(f"1 of {count} problems, with --max-new-tokens=8" in said for count in (2, 7))
+    with pytest.raises(ValueError, match="or give shorter"):
         run(tmp_path / "none", *flags, "--max-new-tokens=16384")
-    with pytest.raises(ValueError, match="--max-new-tokens=16384 do not fit .*lower --difficulty"):
+    with pytest.raises(ValueError, match="--max-new-tokens=16384 .* not fit .*lower --difficulty"):
         run(tmp_path / "drawn", "--max-new-tokens=16384")
     plain = write(tmp_path / "c.jsonl", *rows[:3], row("bare", "7"))
-    with pytest.raises(ValueError, match="learns from solutions: 1 of 4 answers"):
+    with pytest.raises(ValueError, match="learns from solutions, but the answer to 'bare"):
         run(tmp_path / "bare", "--task=jsonl", f"--data={plain},{held}")
     assert not any((tmp_path / name).exists() for name in ("none", "drawn", "bare"))
 
@@ -3079,15 +3080,14 @@ def test_checkpoint_faults_before_anything_is_written(tmp_path, fault, words):
 
 @pytest.mark.parametrize("flags, words", [
     ("--setps=3", "did you mean --steps?"), ("--max_new_token=3", "did you mean --max-new-tokens?"),
-    ("--task=sums", "--task=sums: choose one of sum"), ("--precision=fp4", "--precision=fp4: choose one of"),
-    ("--exact=maybe", "--exact=maybe"), ("--samples=1", "--samples=1"), ("--prompts=0", "--prompts=0"),
+    ("--task=sums", "'sums' (choose from"), ("--precision=fp4", "'fp4' (choose from"),
+    ("--exact=maybe", "'maybe' (choose from"), ("--samples=1", "number of at least 2"),
     ("--updates=9", "each update needs a problem"), ("--temperature=0", "--temperature=0"),
     ("--tis=2", "--tis=2"), ("--task=jsonl", "needs --data"), ("--difficulty=1", "difficulty=1"),
     ("--task=jsonl --data=none.jsonl", "none.jsonl"), ("--model=none", "no folder none"),
     ("--steps=abc", "--steps: invalid int"), ("--lr", "--lr: expected one argument"),
-    ("--lr=nan", "--lr=nan"), ("--lr=inf", "--lr=inf"), ("--beta2=1", "at least 0 and below 1"),
+    ("--lr=nan", "--lr=nan"), ("--lr=inf", "--lr=inf"),
     ("--sft-steps=-1", "--sft-steps=-1: must be a number of at least 0"),
-    ("--width=0", "--width=0: must be a number of at least 1"),
     ("--device=tpu", "--device=tpu: it must be cuda"), ("--top-p=0.9", "unknown argument '--top-p=0.9'"),
     ("--data=x.jsonl", "is read by --task=jsonl"), ("--task=jsonl --data=a,b,c", "not 'a,b,c'"),
     ("--task=jsonl --data=a,", "not 'a,'"), ("--wandb=x", "pip install wandb"),
@@ -3154,13 +3154,12 @@ def test_explain():
     assert rollout.explain(AssertionError(), "") == "error: AssertionError:  (--debug shows where)"
 
 
-def test_flags_of_the_loss(tmp_path, paid, capsys):
+def test_flags_of_the_loss(tmp_path, paid):
     flags = "--precision=fp8-rollout", "--tis=2", "--kl=0.1", "--normalize-std", "--updates=3"
     assert run(tmp_path / "a", *flags)[1]["kl"] > 0
     none = run(tmp_path / "none", *flags[2:], "--drop-truncated", "--max-new-tokens=1")[1]
     assert none["truncated"] == 1 and none["kl"] == none["loss"] == none["grad_norm"] == 0
     assert all(math.isfinite(v) for v in none.values() if isinstance(v, float))
-    assert capsys.readouterr().out.count("dropped, so there was no gradient") == 2
     plain, recomputed = (run(tmp_path / flag, flag, "--kl=0.1") for flag in ("--no-recompute", "--recompute"))
     assert plain == recomputed and plain[1]["kl"] > 0
 
@@ -3184,7 +3183,7 @@ def test_means_groups_and_learning_rate(tmp_path, paid, monkeypatch, capsys):
     monkeypatch.setattr(grpo.Example, "reward", lambda example, completion: 1.0)
     steps = run(tmp_path / "equal", "--steps=4", "--drop-equal")
     assert [r["grad_norm"] for r in steps] == [0.0] * 4 and steps[0]["equal_groups"] == 1
-    assert capsys.readouterr().out.count("for 3 steps every group had equal rewards, so there was no") == 1
+    assert capsys.readouterr().out.count("for 3 steps every group had equal rewards or was left out") == 1
 
 
 def test_evaluation_counts_pass_at_k(tmp_path, monkeypatch, capsys):
@@ -3659,8 +3658,8 @@ def test_work_is_dealt_out_by_tokens():
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--prompts=3", "each of the 4 ranks"), ("--prompts=4 --updates=4 --samples=2", "leaves 2 completions"),
-    ("--prompts=4 --device=cuda:1", "every rank takes the GPU"), ("--device=cuda", "torch sees 1 GPUs")])
+    ("--prompts=3", "each of the 4 ranks"), ("--prompts=4 --device=cuda:1", "every rank takes the GPU"),
+    ("--prompts=4 --device=cuda", "torch sees 1 GPUs")])
 def test_ranks_that_cannot_work_are_refused(monkeypatch, flags, words):
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
