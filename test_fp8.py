@@ -15,6 +15,7 @@ Hopper and their binaries inspected. Nothing is downloaded: models are random an
 Comparisons with transformers and tokenizers skip where those are not installed.
 """
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -153,34 +154,7 @@ def test_quantizers_definition(shape):
     same(fp8.transpose_codes(blocks), blocks.t())
 
 
-def test_zero_blocks_stay_finite():
-    w, x = torch.zeros(256, 256), torch.randn(4, 256)
-    w[3, 5], x[2] = 1.0, 0.0
-    for codes, scales in (fp8.quantize_blocks(w), fp8.quantize_rows(x), fp8.quantize_cols(x)):
-        assert codes.float().isfinite().all() and scales.isfinite().all() and (scales > 0).all()
-    layer = Weight((256, 256), keep="codes")
-    layer.write(w)
-    x.requires_grad_()
-    y = fp8.linear(x, layer)
-    y.sum().backward()
-    assert (y[2] == 0).all() and all(t.isfinite().all() for t in (y, x.grad, layer.grad))
-
-
-def test_error_does_not_depend_on_size():
-    x = torch.randn(64, 256)
-    sizes = (1, 1e-9, 1e-11, 1e6)
-    errors = [relative(dequantize_rows(*fp8.quantize_rows(x * size)), x * size) for size in sizes]
-    assert max(errors) < 1.1 * min(errors), errors
-    layer, grads = weight(128, 256, keep="codes"), []
-    for size in (1.0, 1e-9):
-        a = x.clone().requires_grad_()
-        layer.grad = None
-        fp8.linear(a, layer).backward(torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) * size)
-        grads.append((a.grad / size, layer.grad / size))
-    assert relative(grads[0][0], grads[1][0]) < 1e-2 and relative(grads[0][1], grads[1][1]) < 1e-2
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_bad_values_reach_the_scale(bad):
     x = torch.randn(130, 300)
     x[129, 299] = bad
@@ -199,33 +173,6 @@ def test_any_amax_gives_448():
     assert scales.isfinite().all() and (scales >= fp8.AMAX_FLOOR / 448).all()
 
 
-def test_every_bf16_pattern():
-    """All 65,536: alone in a row, each its own amax; and beside 448, where codes are the nearest E4M3 values,
-    ties to even, found here by search."""
-    x = torch.arange(-2**15, 2**15).to(torch.int16).view(BF16)
-    finite = x.float().isfinite()
-    alone, scale = fp8.quantize_rows(x[:, None])
-    assert torch.equal(scale[0].isfinite(), finite) and (scale[0][finite] > 0).all()
-    error = (alone.float()[:, 0] * scale[0] - x.float())[finite].abs()
-    size = x.float()[finite].abs()
-    assert (error[size > 1e-12] <= 2e-7 * size[size > 1e-12]).all()
-    small = size <= 1e-12  # below the floor a step is one of E4M3 at that scale
-    assert (error[small] <= (size / 2**4).clamp(min=1e-12 / 448 / 2**10)[small]).all()
-    table = torch.arange(0, 127, dtype=torch.uint8).view(fp8.E4M3).double()  # 0 to 448, ascending
-    inside = x[finite & (x.float().abs() <= 448)]
-    codes, scale = fp8.quantize_rows(torch.stack([inside, torch.full_like(inside, 448)], dim=1))
-    assert (scale == 1).all()
-    size = inside.double().abs()
-    above = torch.searchsorted(table, size)
-    below = (above - 1).clamp(min=0)
-    left, right = size - table[below], table[above] - size
-    nearest = torch.where((left < right) | ((left == right) & (below % 2 == 0)), below, above)
-    assert torch.equal(codes.double()[:, 0].abs(), table[nearest])
-    for quantize in (fp8.quantize_cols, fp8.quantize_blocks):
-        codes, scale = quantize(x[finite].view(-1, 128))
-        assert codes.float().isfinite().all() and scale.isfinite().all() and (scale > 0).all()
-
-
 def test_views_equal_copies():
     x = torch.randn(256, 400)
     for view in (x.t(), x[:, ::2], x[:, 37:165], x[:1].expand(9, 400), x[::3]):
@@ -234,40 +181,33 @@ def test_views_equal_copies():
         same(fp8.quantize_blocks(view)[0], fp8.quantize_blocks(view.contiguous())[0])
 
 
-def test_scales_that_differ_by_orders_of_magnitude():
-    """Neighbouring blocks 10^12 apart: any mix-up of scale indices, tiles or orientation shows."""
-    torch.manual_seed(0)
-    M, N, K = 7, 300, 576
-    steps = 10.0 ** (torch.arange(K) // 128 * 3)
-    x, w = torch.randn(M, K) * steps, torch.randn(N, K) / steps
-    w *= 10.0 ** (torch.arange(N) // 128 * 6)[:, None]
-    (a, s), (b, t) = fp8.quantize_rows(x), fp8.quantize_blocks(w)
-    left, right = dequantize_rows(a, s).double(), fp8.dequantize_blocks(b, t).double().t()
-    want, size = left @ right, left.abs() @ right.abs()
-    assert ((fp8.fprop(a, s, b, t, None, FP32).double() - want).abs() <= 1e-6 * size).all()
-
-
-@pytest.mark.parametrize("M", [0, 1, 127, 129, 512, 641, 1153])
+@pytest.mark.parametrize("M", [0, 1, 127, 129, 641])
 def test_gradients_against_fp64(M):
-    """All three products within the quantization error; sizes differ by 10^4 between blocks and tokens."""
+    """All three products within the quantization error; sizes differ by orders between blocks and tokens."""
     torch.manual_seed(M)
     N, K = 192, 576
-    x = (torch.randn(M, K) * 10.0 ** (torch.arange(K) // 128)).requires_grad_()
+    step = lambda n: 10.0 ** (torch.arange(n) // 128)
+    x = (torch.randn(M, K) * step(K)).requires_grad_()
     w, b = weight(N, K, keep="codes", dtype=FP32), weight(N, dtype=FP32)
-    w.write(torch.randn(N, K) * 10.0 ** -(torch.arange(K) // 128))
+    w.write(torch.randn(N, K) / step(K) * step(N)[:, None] ** 3)
     y = fp8.linear(x, w, b)
-    dy = torch.randn(M, N) * 10.0 ** (4 * torch.rand(M, 1) - 4)
+    dy = torch.randn(M, N) * 10.0 ** (4 * torch.rand(M, 1) - 4) / step(N) ** 3
     y.backward(dy)
     assert y.shape == (M, N)
     x64, w64, dy64 = x.detach().double(), w.full().double(), dy.double()
     if M == 0:
         assert (w.grad == 0).all() and x.grad.shape == (0, K)
         return
-    assert relative(y, x64 @ w64.t() + b.full().double()) < 0.04
-    for j in range(0, K, 128):  # each block on its own: a scale taken from its neighbour would be off by 10
-        block = slice(j, min(j + 128, K))
+    # Each block on its own: a scale taken from its neighbour would be off by 10 or more.
+    for j in range(0, N, 128):
+        block = slice(j, j + 128)
+        assert relative(y[:, block], x64 @ w64[block].t() + b.full().double()[block]) < 0.04
+    for j in range(0, K, 128):
+        block = slice(j, j + 128)
         assert relative(x.grad[:, block], dy64 @ w64[:, block]) < 0.04
-        assert relative(w.grad[:, block], dy64.t() @ x64[:, block]) < 0.06
+        for i in range(0, N, 128):
+            rows = slice(i, i + 128)
+            assert relative(w.grad[rows, block], dy64[:, rows].t() @ x64[:, block]) < 0.06
     assert relative(b.grad, dy64.sum(0)) < 1e-5
 
 
@@ -377,43 +317,29 @@ def test_stochastic_rounding_has_no_bias():
 @pytest.mark.parametrize("keep", ["codes", "data", "both"])
 def test_adamw_in_bf16_follows_fp32(keep):
     """Steps of 1/50 of the distance between BF16 numbers: on average masters move as in FP32, where rounding
-    to nearest would hold them. And a run resumed half way ends with the same bits."""
-    runs = {}
-    for states in (FP32, BF16, "resumed"):
-        weights, mine, start = make_optimizer(keep, decay=0.0, states=BF16 if states == "resumed" else states)
-        full = {name: torch.rand(x.shape) + 1 for name, x in start.items()}  # steps of BF16: 1/128
-        mine.load(full.items())
-        for step in range(40):
-            if states == "resumed" and step == 20:
-                mine.load_state(saved)
-            elif states == "resumed" and step < 20:
-                continue
-            elif states == BF16 and step == 20:
-                saved = {name: x.clone() for name, x in mine.state().items()}
-            for name, w in weights.items():
-                generator = torch.Generator().manual_seed(step)
-                w.add_grad(torch.ones(w.shape) + torch.randn(w.shape, generator=generator))
-            mine.step(1 / 128 / 50, 1e9)
-        runs[states] = mine.state(), weights
-    (exact, _), (mine, weights), (again, twin) = runs.values()
-    for name, x in mine.items():
-        same(again[name], x, name)
+    to nearest would hold them."""
+    runs = []
+    for states in (FP32, BF16):
+        weights, optimizer, start = make_optimizer(keep, decay=0.0, states=states)
+        optimizer.load([(name, torch.rand(x.shape) + 1) for name, x in start.items()])  # steps of BF16: 1/128
+        for _ in range(40):
+            for w in weights.values():
+                w.add_grad(torch.ones(w.shape) + torch.randn(w.shape))
+            optimizer.step(1 / 128 / 50, 1e9)
+        runs.append(optimizer.state())
+    exact, mine = runs
     for name in ("m.w", "v.w"):
         assert mine[name].dtype == BF16 and relative(mine[name], exact[name]) < 0.02
         assert abs((mine[name].double().mean() / exact[name].double().mean()).item() - 1) < 2e-3
-    moved = [(x["master.w"].double().mean() - 1.5) for x in (mine, exact)]
+    moved = [x["master.w"].double().mean() - 1.5 for x in (mine, exact)]
     assert abs(moved[0] - moved[1]) < 3 * (1 / 128) * (40 / 12 / 57600) ** 0.5 + 1e-5, moved
-    for name, w in weights.items():
-        for a, b in zip(w.buffers(), twin[name].buffers()):
-            same(a, b, name)
-        if w.data is not None:
-            same(w.data, mine[f"master.{name}"])
-        else:
-            same(w.codes, fp8.quantize_blocks(mine[f"master.{name}"])[0])
+    if weights["w"].data is not None:
+        same(weights["w"].data, mine["master.w"])
+    else:
+        same(weights["w"].codes, fp8.quantize_blocks(mine["master.w"])[0])
     other = make_optimizer(keep)[1]
     other.load_state(mine)  # FP32 states from BF16 ones: the same values
-    for name in weights:
-        same(other.master[name], mine[f"master.{name}"].float())
+    same(other.master["w"], mine["master.w"].float())
 
 
 # ============================================================================================================
@@ -442,33 +368,8 @@ if fp8.INTERPRET:
 
     interpreter._convert_float, interpreter._patch_lang_tensor = cast_as_torch, patch_index
 
-SHAPES = [(1, 128), (7, 576), (130, 100), (33, 192), (129, 300)] + [(4097, 4096), (1153, 2560)] * CUDA
-
-
 def both(x):
     return x.to(DEVICE), x.cpu()
-
-
-@needs_kernels
-@pytest.mark.parametrize("M,K", SHAPES)
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_kernel_quantizers(M, K, dtype):
-    x = torch.randn(M, K) * torch.logspace(-8, 3, M)[:, None] * torch.logspace(-2, 2, K)
-    x[M // 2], x[0, K // 2] = 0, float("nan")
-    x[M - 1, K - 1] = float("inf")
-    device, host = both(x.to(dtype))
-    for mine, other in zip(fp8.quantize_rows_cols(device),
-                           (fp8.quantize_rows_reference(host), fp8.quantize_cols_reference(host))):
-        same(mine[0], other[0], "codes"), same(mine[1], other[1], "scales")
-    for mine, other in zip(fp8.quantize_rows(device) + fp8.quantize_cols(device),
-                           fp8.quantize_rows_reference(host) + fp8.quantize_cols_reference(host)):
-        same(mine, other)
-    codes, scales = fp8.quantize_blocks(device)
-    for mine, other in zip((codes, scales), fp8.quantize_blocks_reference(host)):
-        same(mine, other, "blocks")
-    same(fp8.transpose_codes(codes), codes.t())
-    device, host = both(x.to(dtype).t())
-    same(fp8.quantize_rows(device)[0], fp8.quantize_rows_reference(host)[0], "a transposed view")
 
 
 @needs_kernels
@@ -495,31 +396,6 @@ def random_codes(M, K, N):
 def moved(pair):
     """(codes, scales) on the device, with the strides that they have."""
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=DEVICE).copy_(t) for t in pair]
-
-
-@needs_kernels
-@pytest.mark.parametrize("M,N,K", [(1, 192, 576), (70, 130, 300), (130, 99, 64)] + [(999, 1111, 4096)] * CUDA)
-def test_kernel_fprop_and_dgrad(M, N, K):
-    x, w = random_codes(M, K, N)
-    bias = torch.randn(N).bfloat16()
-    mine = fp8.fprop(*moved(x), *moved(w), bias=bias.to(DEVICE), dtype=FP32)
-    other = fp8.fprop_reference(*x, *w, bias, FP32)
-    assert relative(mine, other) < 1e-3
-    turned = fp8.transpose_codes(w[0].to(DEVICE)), w[1].to(DEVICE).t()
-    dy = fp8.quantize_rows_reference(torch.randn(M, N))
-    other = fp8.fprop_reference(*dy, w[0].t(), w[1].t(), None, FP32)
-    assert relative(fp8.fprop(*moved(dy), *turned), other) < 1e-2  # BF16 output
-
-
-@needs_kernels
-@pytest.mark.parametrize("M,N,K", [(1, 192, 576), (129, 130, 100)] + [(1153, 1111, 4096)] * CUDA)
-def test_kernel_wgrad(M, N, K):
-    dy, x = torch.randn(M, N) * 10.0 ** torch.randn(M, 1), torch.randn(M, K)
-    dyt, xt, out = fp8.quantize_cols_reference(dy), fp8.quantize_cols_reference(x), torch.ones(N, K)
-    mine = out.to(DEVICE, copy=True)
-    fp8.wgrad(*moved(dyt), *moved(xt), mine)
-    fp8.wgrad_reference(*dyt, *xt, out)
-    assert relative(mine, out) < 1e-3
 
 
 def wild(rows, cols, height):
@@ -572,7 +448,11 @@ def test_kernel_products_fuzz():
         for tile in tiles:
             same(mine, fp8.fprop(*x, *w, bias, tile=tile), f"{what}, tile {tile}")
         start = torch.zeros(N, device=DEVICE) if bias is None else bias
-        close_to_fp64(mine, values(*x), fp8.dequantize_blocks(*w).double(), start.double(), what)
+        w64 = fp8.dequantize_blocks(*w).double()
+        close_to_fp64(mine, values(*x), w64, start.double(), what)
+        dy = fp8.quantize_rows(wild(M, N, 1))
+        mine = fp8.fprop(*dy, fp8.transpose_codes(w[0]), w[1].t())
+        close_to_fp64(mine, values(*dy), w64.t(), start.new_zeros(K).double(), "dX, " + what)
 
         dyt = cut(fp8.quantize_cols(wild(N + skip_n, M + skip_x, 1).t()), skip_n, skip_x // 128 * 128)
         xt = cut(fp8.quantize_cols(wild(K + skip_k, M + skip_x, 1).t()), skip_k, skip_x // 128 * 128)
@@ -632,12 +512,12 @@ def test_kernel_swiglu(M, K):
 
 @needs_kernels
 def test_kernel_fuzz_quantizers():
-    """Random numbers of tokens, strides and sizes of values, with zeros, NaN and Inf among them: every kernel
-    that writes codes, to the bit. Widths are few, because for each the kernels are compiled."""
+    """Random numbers of tokens, strides and sizes of values, with zeros, NaN and Inf among them, to the bit.
+    Widths are few, because for each the kernels are compiled."""
     rng = random.Random(0)
     for case in range(FUZZ):
         torch.manual_seed(case)
-        M = int(2 ** rng.uniform(0, 9.5 if CUDA else 6))
+        M = int(2 ** rng.uniform(0, 9.5 if CUDA else 8))
         C = rng.choice((72, 576, 1300) if CUDA else (72, 200))
         dtype, kind = rng.choice((BF16, BF16, FP32)), rng.choice(("plain", "columns", "transposed"))
         what = case, M, C, dtype, kind
@@ -652,24 +532,9 @@ def test_kernel_fuzz_quantizers():
         pairs = {"rows": (fp8.quantize_rows(device), rows), "columns": (fp8.quantize_cols(device), cols),
                  "first rows": (fp8.quantize_rows(device[:n]), (rows[0][:n], rows[1][:, :n]))}
         pairs["both, rows"], pairs["both, columns"] = zip(fp8.quantize_rows_cols(device), (rows, cols))
-        if M >= 140:
+        if M >= 140 or fp8.INTERPRET:  # one shape to compile
             pairs["blocks"] = fp8.quantize_blocks(device[:140]), fp8.quantize_blocks_reference(host[:140])
             same(fp8.transpose_codes(rows[0][:140].to(DEVICE)), rows[0][:140].t(), what)
-        if dtype == BF16:
-            w, d = Weight((C,), device=DEVICE), torch.randn(M, C).to(DEVICE, dtype)
-            w.write((torch.rand(C) + 0.5).to(DEVICE))
-            h, rstd, codes = fp8.norm_forward(device, d, w, 1e-6, quantize=True)
-            y = fp8.norm_output_reference(h.cpu(), rstd.cpu(), w.data.cpu())
-            pairs["norm"] = codes, fp8.quantize_rows_reference(y)
-            pairs["norm, columns"] = (fp8.norm_operand(h, rstd, w, 1e-6, cols=True),
-                                      fp8.quantize_cols_reference(y))
-            gate_up = (torch.randn(M, 2 * C) * 4).to(DEVICE, dtype)
-            y = fp8.swiglu_forward(gate_up, quantize=False)
-            grad, product = fp8.swiglu_backward(d, gate_up, cols=False)
-            grad2, operand = fp8.swiglu_backward(d, gate_up, cols=True)
-            same(product, y, what), same(grad2, grad, what)
-            pairs["swiglu"] = fp8.swiglu_forward(gate_up, quantize=True), fp8.quantize_rows_reference(y.cpu())
-            pairs["swiglu, columns"] = operand, fp8.quantize_cols_reference(y.cpu())
         for name, (mine, other) in pairs.items():
             same(mine[0], other[0], (*what, name)), same(mine[1], other[1], (*what, name))
 
@@ -698,20 +563,15 @@ def test_kernel_adamw(keep, dtype, max_norm, monkeypatch):
             for w in weights.values():
                 w.add_grad(torch.randn(w.shape).to(device))
             optimizer.step(1e-2, max_norm)
-        weights["b"].grad[5] = float("nan")
+        weights["b"].grad[5] = math.nan
         assert not optimizer.step(1e-2, max_norm)[1] and not optimizer.grads.any()
-        states.append((optimizer, weights))
-    monkeypatch.undo()
-    (mine, weights), (other, _) = states
-    for name, x in mine.state().items():
-        if max_norm > 1:  # not clipped: no sum, whose order is the device's own
-            same(x, other.state()[name], name)
-        assert relative(x, other.state()[name]) < 1e-6
-    for name, w in weights.items():
-        fresh = Weight(w.shape, device=DEVICE, keep=keep if name == "w" else "data")
-        fresh.write(mine.master[name])
-        for a, b in zip(w.buffers(), fresh.buffers()):
-            same(a, b, name)
+        states.append((optimizer.state(), weights["w"].buffers()))
+    (mine, buffers), (other, other_buffers) = states
+    for name, x in mine.items():
+        assert relative(x, other[name]) < 1e-6
+    if max_norm > 1:  # not clipped: no sum, whose order is the device's own
+        for a, b in zip([*mine.values(), *buffers], [*other.values(), *other_buffers]):
+            same(a, b)
 
 
 @needs_kernels
@@ -1474,8 +1334,6 @@ def test_config_accepts(tmp_path, changes, theta, scaling):
     (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))), "rope_parameters"),
     (dict(rope_scaling=dict(type="yarn", factor=4.0)), "'yarn'"),
     (dict(rope_scaling=dict(rope_type="linear", factor=4.0)), "'linear'"),
-    (dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), "'dynamic'"),
-    (dict(rope_scaling=dict(rope_type="warp9")), "'warp9'"),
     (dict(rope_scaling=dict(rope_type="llama3", type="yarn")), "rope_type is 'llama3' in one place"),
     (dict(rope_scaling=dict(factor=4.0)), "factor"),
     (dict(rope_scaling=dict(LLAMA3, high_freq_factor=1.0)), "high_freq_factor"),
@@ -1495,7 +1353,7 @@ def test_config_accepts(tmp_path, changes, theta, scaling):
     (dict(intermediate_size=4.5), "intermediate_size"),
     (dict(tie_word_embeddings="yes"), "tie_word_embeddings"),
     (dict(num_key_value_heads=3), "multiple of"), (dict(head_dim=15), "head_dim 15 is odd"),
-    (dict(rms_norm_eps=float("nan")), "rms_norm_eps"), (dict(eos_token_id="2"), "eos_token_id"),
+    (dict(rms_norm_eps=math.nan), "rms_norm_eps"), (dict(eos_token_id="2"), "eos_token_id"),
 ])
 def test_config_refuses(tmp_path, changes, words):
     with pytest.raises(ValueError) as error:
@@ -1527,7 +1385,6 @@ def test_eos_ids_are_the_union(tmp_path):
     write_json(tmp_path / "tokenizer.json", {"model": {"vocab": {}}, "added_tokens": [
         {"id": 9, "content": "<|endoftext|>"}]})
     assert config_of(tmp_path, eos_token_id=5).eos_token_id == [9, 5, 7]  # the template's first
-    assert config_of(tmp_path, eos_token_id=[1]).to_dict()["eos_token_id"] == [9, 1, 5, 7]
     write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<eos>"})
     with pytest.raises(ValueError, match="<eos>"):
         config_of(tmp_path)
@@ -1748,22 +1605,20 @@ def test_models_refuse_what_they_cannot_compute(tmp_path):
 
 def test_folder_from_name(tmp_path, monkeypatch):
     assert model.folder_from_name(str(tmp_path)) == str(tmp_path)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
-    with pytest.raises(FileNotFoundError, match="hf download Some/Model --local-dir Model"):
-        model.folder_from_name("Some/Model")
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        model.folder_from_name(str(tmp_path / "nowhere"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file"):
-        model.folder_from_name(str(tmp_path / "file"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
+    for name, fault, words in [("Some/Model", FileNotFoundError, "hf download Some/Model --local-dir Model"),
+                               (str(tmp_path / "nowhere"), FileNotFoundError, "no folder"),
+                               (str(tmp_path / "file"), ValueError, "is a file")]:
+        with pytest.raises(fault, match=words):
+            model.folder_from_name(name)
 
     def download(name, allow_patterns):
         if name == "Some/Missing":
             raise OSError("404 Client Error\nlong text")
-        return str(tmp_path / allow_patterns[0])
-    hub = types.SimpleNamespace(snapshot_download=download)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    assert model.folder_from_name("Some/Model").startswith(str(tmp_path))
+        return "downloaded"
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
+    assert model.folder_from_name("Some/Model") == "downloaded"
     with pytest.raises(FileNotFoundError, match=r"404 Client Error\):\n.*hf download Some/Missing") as error:
         model.folder_from_name("Some/Missing")
     assert "long text" not in str(error.value)
@@ -1854,21 +1709,12 @@ def test_ids_need_not_follow_the_merges(tmp_path):
     trained_tokenizer(tmp_path, "llama", normalizer=False, ignore_merges=True)
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
-    vocab, added = raw["model"]["vocab"], {t["content"] for t in raw["added_tokens"]}
-    ids = list(vocab.values())
+    ids = list(raw["model"]["vocab"].values())
     random.Random(0).shuffle(ids)
-    raw["model"]["vocab"] = vocab = dict(zip(vocab, ids))
+    raw["model"]["vocab"] = dict(zip(raw["model"]["vocab"], ids))
     write_json(tmp_path / "tokenizer.json", raw)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    strings = [*STRINGS, *CORPUS, *random_strings(400)]
-    assert_equal_ids(Tokenizer.from_pretrained(tmp_path), theirs, strings)
-    order = ["".join(pair) for pair in raw["model"]["merges"]]
-    order = order[:150] + order[:149:-1]  # now some halves come after what they make
-    raw["model"]["merges"] = [(t[:i], t[i:]) for t in order for i in range(1, len(t))
-                              if t[:i] in vocab and t[i:] in vocab and t not in added]
-    write_json(tmp_path / "tokenizer.json", raw)
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert_equal_ids(Tokenizer.from_pretrained(tmp_path), theirs, strings)
+    assert_equal_ids(Tokenizer.from_pretrained(tmp_path), theirs, [*STRINGS, *CORPUS, *random_strings(400)])
 
 
 @pytest.mark.parametrize("path, value, words", [
@@ -1904,7 +1750,7 @@ def test_tokenizer_refuses(tmp_path, path, value, words):
 
 
 def mutations(value, rng, junk):
-    """A copy of a JSON value with one node replaced, removed or repeated."""
+    """A copy of a JSON value with one node replaced or removed."""
     value = json.loads(json.dumps(value))
     at = value
     while True:
@@ -1914,8 +1760,6 @@ def mutations(value, rng, junk):
         at = at[key]
     if rng.random() < 0.3:
         del at[key]
-    elif isinstance(at, list) and rng.random() < 0.3:
-        at.append(at[key])
     else:
         at[key] = rng.choice(junk)
     return value
@@ -1932,10 +1776,8 @@ def test_tokenizer_fuzz():
             ["a", "b"], "\ud800"]
     refused = 0
     for _ in range(600):
-        files = {"tokenizer.json": mutations(source, rng, junk)}
-        if rng.random() < 0.3:
-            files["tokenizer.json"] = mutations(files["tokenizer.json"], rng, junk)
         try:
+            files = {"tokenizer.json": mutations(source, rng, junk)}
             tokenizer = Tokenizer(files, [256], where="here/tokenizer.json")
             tokenizer.decode(tokenizer.encode("abc é<|user|>"))
         except ValueError as error:
@@ -2018,6 +1860,9 @@ def test_chat_equals_transformers(tmp_path, place, template, thinking):
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
                 "bos_token": "<|endoftext|>"}
     if place == "file":
+        (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+        with pytest.raises(ValueError, match="chat_template.jinja is not UTF-8"):
+            Tokenizer.from_pretrained(tmp_path)
         (tmp_path / "chat_template.jinja").write_text(template)
         settings["chat_template"] = "the file comes first"
     else:
@@ -2049,13 +1894,6 @@ def test_chat_template_faults(template, words):
         Tokenizer(files, [256]).chat(CHATS[0])
 
 
-def test_chat_template_in_another_encoding(tmp_path):
-    Tokenizer.bytes().save(tmp_path)
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="chat_template.jinja is not UTF-8"):
-        Tokenizer.from_pretrained(tmp_path)
-
-
 # ============================================================================================================
 # 5  Tasks, reward, loss
 # ============================================================================================================
@@ -2065,66 +1903,56 @@ ANSWERS = [
     # where the answer is
     ("7 * 6 = 42\n#### 42", "42", 1), ("Hence \\boxed{42}.", "42", 1), ("#### 42\r\nDone.", "42", 1),
     ("the answer is 42", "42", 0), ("1 2 3 4 5 6", "6", 0), ("", "42", 0), (" #### 42", "42", 0),
-    ("x #### 42", "42", 0), ("####42", "42", 1), ("#### 41\n#### 42\nok", "42", 1),
-    ("#### 42\n####", "42", 0), ("#### Plan\nadd\n#### 42", "42", 1), ("#### 42\n\\boxed{41}", "42", 0),
-    ("\\boxed{42}\n#### 41", "42", 1), ("#### 42" + "\nand so on" * 500, "42", 1), ("#### ,", "42", 0),
-    ("#### 42 43", "42", 0), ("\\boxed{41} no, \\boxed{42}", "42", 1),
+    ("####42", "42", 1), ("#### 41\n#### 42\nok", "42", 1), ("#### 42\n####", "42", 0),
+    ("#### 42\n\\boxed{41}", "42", 0), ("\\boxed{42}\n#### 41", "42", 1),
     ("\\boxed{42} no, \\boxed{41}", "42", 0), ("\\boxed{}", "42", 0), ("\\boxed{42} \\boxed{4", "42", 1),
-    ("\\boxed{42", "42", 0), ("\\boxed 42", "42", 0), ("\\boxed", "42", 0),
-    ("\\boxed{42} and \\boxed{}", "42", 0), ("\\fbox{42}", "42", 1), ("\\boxed {42}", "42", 1),
-    ("\\boxed{\\boxed{42}}", "42", 1), ("\\boxed{1 \\boxed{42}", "42", 1), ("} { \\boxed{42} {", "42", 1),
-    ("\\boxed{\\{1\\}}", "\\{1\\}", 1), ("\\\\boxed{42}", "42", 1), ("$$\\boxed{42}$$", "42", 1),
+    ("\\boxed{42", "42", 0), ("\\boxed 42", "42", 0), ("\\boxed{42} and \\boxed{}", "42", 0),
+    ("\\fbox{42}", "42", 1), ("\\boxed {42}", "42", 1), ("\\boxed{\\boxed{42}}", "42", 1),
+    ("\\boxed{1 \\boxed{42}", "42", 1), ("} { \\boxed{42} {", "42", 1), ("\\\\boxed{42}", "42", 1),
+    ("\\boxed{\\{1\\}}", "\\{1\\}", 1),
     # think blocks
     ("<think>\\boxed{41}</think>\\boxed{42}", "42", 1), ("<think>\\boxed{42}</think> 42", "42", 0),
     ("<think>\\boxed{42}", "42", 0), ("\\boxed{42}<think>hm", "42", 0), ("hm \\boxed{42}</think>", "42", 0),
-    ("hm</think>\n#### 42", "42", 1), ("<think>#### 41\n</think>\n#### 42", "42", 1),
-    ("\\boxed{42}<think>\\boxed{41}</think>", "42", 1), ("<think><think></think>\\boxed{42}", "42", 1),
-    ("\\boxed{42}<think></think> hm</think>", "42", 0),
+    ("hm</think>\n#### 42", "42", 1), ("\\boxed{42}<think>\\boxed{41}</think>", "42", 1),
+    ("<think><think></think>\\boxed{42}", "42", 1), ("\\boxed{42}<think></think> hm</think>", "42", 0),
     # numbers
     ("\\boxed{1,234}", "1234", 1), ("\\boxed{1234}", "1,234", 1), ("\\boxed{12,34}", "1234", 0),
     ("\\boxed{1,234,56}", "123456", 0), ("\\boxed{0,123}", "123", 0),
     ("\\boxed{1\\,234{,}567}", "1234567", 1), ("\\boxed{1,\\!234}", "1234", 1), ("\\boxed{1 234}", "1234", 0),
     ("\\boxed{1,234.50}", "1234.5", 1), ("\\boxed{042}", "42", 1), ("\\boxed{42.}", "42", 1),
-    ("\\boxed{42.0}", "42", 1), ("\\boxed{.5}", "1/2", 1), ("\\boxed{42.5}", "42", 0),
-    ("\\boxed{420}", "42", 0), ("\\boxed{142}", "42", 0), ("\\boxed{-0}", "0", 1), ("\\boxed{-42}", "-42", 1),
+    ("\\boxed{.5}", "1/2", 1), ("\\boxed{42.5}", "42", 0), ("\\boxed{420}", "42", 0), ("\\boxed{-0}", "0", 1),
     ("\\boxed{42}", "-42", 0), ("\\boxed{\u221242}", "-42", 1), ("#### - 42", "-42", 1),
     ("\\boxed{+42}", "42", 1), ("\\boxed{\\pm 42}", "42", 0), ("\\boxed{--42}", "42", 0),
-    ("\\boxed{-}", "0", 0), ("\\boxed{\uff14\uff12}", "42", 0), ("\\boxed{inf}", "42", 0),
-    ("\\boxed{nan}", "0", 0), ("\\boxed{4e1}", "40", 0), ("\\boxed{0x2a}", "42", 0),
-    ("\\boxed{False}", "0", 0), ("\\boxed{two}", "2", 0), ("\\boxed{4_2}", "42", 0),
+    ("\\boxed{-}", "0", 0), ("\\boxed{\uff14\uff12}", "42", 0), ("\\boxed{nan}", "0", 0),
+    ("\\boxed{4e1}", "40", 0), ("\\boxed{0x2a}", "42", 0), ("\\boxed{4_2}", "42", 0),
     ("\\boxed{18446744073709551617}", "18446744073709551616", 0), ("\\boxed{10^{10^{10}}}", "10", 0),
     # money, units, marks
     ("#### $42", "42", 1), ("#### -$42", "-42", 1), ("#### $-42", "-42", 1), ("\\boxed{\\$42.00}", "42", 1),
     ("\\boxed{42 €}", "42", 1), ("#### **42**", "42", 1), ("#### $42$.", "42", 1),
-    ("\\boxed{\\(42\\)}", "42", 1), ("\\boxed{42\\%}", "42", 1), ("\\boxed{4200\\%}", "42", 0),
-    ("\\boxed{0.42}", "42\\%", 0), ("#### 42%", "42", 1), ("\\boxed{42^\\circ}", "42", 1),
+    ("\\boxed{\\(42\\)}", "42", 1), ("\\boxed{42\\%}", "42", 1), ("\\boxed{0.42}", "42\\%", 0),
     ("\\boxed{42^{\\circ}}", "42", 1), ("\\boxed{42\u00b0}", "42", 1), ("\\boxed{42 \\text{ m}^2}", "42", 1),
     ("\\boxed{42\\,\\mathrm{cm}}", "42", 1), ("#### 42 miles per hour", "42", 1), ("#### 42 km/h", "42", 1),
     ("\\boxed{\\text{42}}", "42", 1), ("\\boxed{42x}", "42", 0), ("\\boxed{42 x}", "42", 0),
-    ("\\boxed{42\\pi}", "42", 0), ("\\boxed{42 pi}", "42", 0), ("\\boxed{42!}", "42", 0),
-    ("#### 42 thousand", "42", 0), ("\\boxed{41 \\text{ or } 42}", "42", 0), ("\\boxed{42 or more}", "42", 0),
-    ("\\boxed{41, 42}", "42", 0), ("#### 42 and a half", "42", 0), ("#### 40 + 2", "42", 0),
+    ("\\boxed{42 pi}", "42", 0), ("\\boxed{42!}", "42", 0), ("#### 42 thousand", "42", 0),
+    ("\\boxed{41 \\text{ or } 42}", "42", 0), ("\\boxed{41, 42}", "42", 0), ("#### 42 and a half", "42", 0),
     ("\\boxed{40+2}", "42", 0),
     # fractions
     ("\\boxed{\\frac{3}{4}}", "0.75", 1), ("\\boxed{0.75}", "\\frac34", 1),
     ("\\boxed{6/8}", "\\tfrac{3}{4}", 1), ("\\boxed{\\dfrac 3 4}", "3/4", 1),
     ("\\boxed{-\\frac{3}{4}}", "-0.75", 1), ("\\boxed{\\frac{-3}{4}}", "-3/4", 1),
     ("\\boxed{\\frac{\\frac{3}{2}}{2}}", "3/4", 1), ("\\boxed{\\frac{1}{3}}", "0.3333333333333333", 0),
-    ("\\boxed{1\\frac34}", "7/4", 1), ("\\boxed{-1\\frac34}", "-7/4", 1), ("\\boxed{1 3/4}", "1.75", 1),
-    ("\\boxed{1 3/4}", "1", 0), ("\\boxed{1\\frac43}", "7/3", 0), ("\\boxed{3/0}", "3", 0),
-    ("\\boxed{3/0}", "0", 0), ("\\boxed{\\frac{0}{0}}", "0", 0), ("\\boxed{1/2/2}", "1/4", 0),
-    ("\\boxed{\\frac{1,000}{4}}", "250", 1), ("\\boxed{\\frac{1}{3^{99}}}", "\\frac{1}{3^{98}}", 0),
-    ("\\boxed{0}", "\\frac{1}{3^{99}}", 0),
+    ("\\boxed{-1\\frac34}", "-7/4", 1), ("\\boxed{1 3/4}", "1.75", 1), ("\\boxed{1 3/4}", "1", 0),
+    ("\\boxed{1\\frac43}", "7/3", 0), ("\\boxed{3/0}", "3", 0), ("\\boxed{\\frac{0}{0}}", "0", 0),
+    ("\\boxed{1/2/2}", "1/4", 0), ("\\boxed{\\frac{1,000}{4}}", "250", 1),
+    ("\\boxed{\\frac{1}{3^{99}}}", "\\frac{1}{3^{98}}", 0),
     # text
     ("\\boxed{\\text{Ada}}", "Ada", 1), ("#### Ada", "\\text{Ada}", 1), ("\\boxed{Ada}", "Adam", 0),
     ("\\boxed{y^{3} - 1}", "y^3-1", 1), ("\\boxed{y^{31}}", "y^31", 0), ("\\boxed{\\sqrt{3}}", "\\sqrt3", 1),
-    ("\\boxed{\\left[0, \\dfrac12\\right)}", "[0,\\frac{1}{2})", 1), ("\\boxed{(1,2)}", "(1,3)", 0),
-    ("\\boxed{\\frac{1}{x}0}", "\\frac{1}{x0}", 0), ("\\boxed{ }", "", 0), ("#### ", "", 0),
-    ("\\boxed{__import__('os').abort()}", "42", 0),
+    ("\\boxed{\\left[0, \\dfrac12\\right)}", "[0,\\frac{1}{2})", 1), ("\\boxed{ }", "", 0), ("#### ", "", 0),
     # beyond MAX_DIGITS the digits are compared; leading and trailing zeros still do not count
     ("\\boxed{" + "7" * 9000 + "}", "7" * 9000, 1), ("#### -" + "7" * 9000 + ".000 km", "-0" + "7" * 9000, 1),
-    ("#### " + "7" * 9000, "7" * 8999 + "8", 0), ("#### " + "7" * 9000, "-" + "7" * 9000, 0),
-    ("#### " + "0" * 9000 + "5", "5", 1), ("\\boxed{" + "\\frac{" * 5000 + "1" + "}{1}" * 5000 + "}", "1", 0),
+    ("#### " + "7" * 9000, "7" * 8999 + "8", 0), ("#### " + "0" * 9000 + "5", "5", 1),
+    ("\\boxed{" + "\\frac{" * 5000 + "1" + "}{1}" * 5000 + "}", "1", 0),
 ]
 
 
@@ -2180,12 +2008,11 @@ def test_generated_tasks(name, options):
     task, again, other = (grpo.TASKS[name](seed=seed, **options) for seed in (1, 1, 2))
     order = random.Random(0).sample(range(200), 200)  # example i depends on i, not on what was asked before
     shuffled = {i: again.train(i) for i in order}
-    examples = [task.train(i) for i in range(200)]
-    assert examples == [shuffled[i] for i in range(200)]
-    assert task.heldout == other.heldout and examples != [other.train(i) for i in range(200)]
+    examples, others = [task.train(i) for i in range(200)], [other.train(i) for i in range(1000)]
+    assert examples == [shuffled[i] for i in range(200)] != others[:200] and task.heldout == other.heldout
     held = {example.prompt for example in task.heldout}
     assert 0 < len(held) == len(task.heldout) <= 256
-    assert not held & {example.prompt for example in examples + [other.train(i) for i in range(1000)]}
+    assert not held & {example.prompt for example in examples + others}
     hasty = 0
     for example in examples + task.heldout:
         assert example.reward(example.prompt) == 0
@@ -2204,15 +2031,6 @@ def test_first_examples_do_not_change(monkeypatch):
     assert grpo.Sum(heldout=1).train(0).prompt == "53+71+98+59="
     monkeypatch.setattr(grpo.Sum, "HASTY", 0.0)
     assert grpo.Sum(heldout=1).train(0).solution == "53+71=124\n124+98=222\n222+59=281\n#### 281"
-
-
-def test_difficulty_sets_the_length(monkeypatch):
-    monkeypatch.setattr(grpo.Sum, "HASTY", 0.0)
-    lengths = [len(grpo.Sum(difficulty, heldout=1).train(0).solution) for difficulty in (4, 10, 30, 100, 300)]
-    assert 35 <= lengths[0] <= 45 and lengths == sorted(lengths) and 3500 < lengths[-1] < 4500
-    for task, bad in ((grpo.Sum, (1, 2)), (grpo.Sum, (2, 0)), (grpo.Countdown, (9,))):
-        with pytest.raises(ValueError, match=f"difficulty={bad[0]}"):
-            task(*bad)
 
 
 @pytest.mark.parametrize("answer, reward", [
@@ -2376,7 +2194,7 @@ def test_truncated_weights():
 
 
 def test_policy_loss_stays_finite():
-    for gap in (100.0, -100.0, 1e4, -1e4):
+    for gap in (100.0, -1e4):
         logp = leaf(gap / 2, gap / 2)
         loss, _ = grpo.policy_loss(logp, -logp.detach(), torch.tensor([1.0, -1.0]), 2)
         loss.backward()
@@ -2387,19 +2205,16 @@ def test_policy_loss_stays_finite():
         grpo.policy_loss(leaf(0, 0), torch.zeros(2), torch.zeros(2, 1), 2)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_kl(dtype):
-    for gap in (0.0, 1e-3, 1.0, 10.0, 50.0, 100.0, -1.0, -100.0, 1e30, -1e30):
-        logp, ref = torch.zeros(1, dtype=dtype, requires_grad=True), torch.full((1,), gap, dtype=dtype)
-        value, d = grpo.k3(logp, ref), ref.double().item()
-        value.sum().backward()
-        assert value.dtype == FP32 and value.isfinite() and logp.grad.isfinite() and value >= 0
-        if d <= 10:  # the estimate as it is written; bounded beyond 20 only
-            assert value.item() == pytest.approx(math.expm1(d) - d, rel=1e-3 if abs(d) < 0.1 else 1e-5)
-            assert logp.grad.item() == pytest.approx(-math.expm1(d), rel=1e-2)  # pulls towards the reference
-    zeros = torch.zeros(2)
-    loss, sums = grpo.policy_loss(leaf(0, 0), zeros, zeros, 2, ref_logp=torch.ones(2), kl_coef=0.5)
-    assert [loss.item(), sums["kl"].item()] == pytest.approx([0.5 * (math.e - 2), 2 * (math.e - 2)])
+@pytest.mark.parametrize("gap", [0.0, 1e-3, 1.0, 10.0, 50.0, -1.0, -100.0, 1e30, -1e30])
+def test_kl(gap):
+    logp, ref = leaf(0), torch.tensor([gap])
+    loss, sums = grpo.policy_loss(logp, torch.zeros(1), torch.zeros(1), 1, ref_logp=ref, kl_coef=0.5)
+    loss.backward()
+    assert sums["kl"].isfinite() and logp.grad.isfinite() and sums["kl"] >= 0
+    if gap <= 10:  # the estimate as it is written, pulling towards the reference; bounded beyond 20 only
+        assert sums["kl"].item() == pytest.approx(math.expm1(gap) - gap, rel=1e-3)
+        assert logp.grad.item() == pytest.approx(-math.expm1(gap) / 2, rel=1e-3)
+        assert loss.item() == pytest.approx(sums["kl"].item() / 2)
 
 
 def test_mismatch():
@@ -2515,36 +2330,30 @@ def test_greedy_and_tiny_temperature(tiny):
     assert torch.allclose(greedy.logprobs[1], logprobs.amax(-1), atol=1e-5)  # at temperature 1
 
 
-@cpu_only
 @pytest.mark.parametrize("growth", [0, 2])
 def test_soak_in_a_pool_that_is_too_small(tiny, monkeypatch, growth):
+    """On a GPU 2,000 requests, through graphs of all sizes: nothing lost or repeated, no page kept."""
     monkeypatch.setattr(rollout, "GROWTH_PAGES", growth)
-    draw = random.Random(3)
-    prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100]) for _ in range(30)], seed=3)
-    limits = [draw.choice([1, 2, 7, 30, 70]) for _ in range(89)] + [200]
-    small = Sampler(tiny, max_slots=16, pages=7)
-    result = small.generate(prompts, 3, limits, seed=8, stop=[])
-    large = Sampler(tiny, max_slots=64).generate(prompts, 3, limits, seed=8, stop=[])
-    assert drawn(result) == drawn(large)
+    policy, draw = make_policy("fp8") if CUDA else tiny, random.Random(3)
+    count, n, slots, pages = by_mode((20, 3, 16, 10), None, (500, 4, 300, 100))
+    prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100, 200]) for _ in range(count)], seed=3)
+    limits = [min(300, 1 + int(40 * math.exp(draw.gauss(0, 1.2)))) for _ in range(count * n)]
+    small = Sampler(policy, max_slots=slots, pages=pages)
+    result = small.generate(prompts, n, limits, seed=8, stop=[])
+    assert [len(tokens) for tokens in result.tokens] == limits and result.n_tokens == sum(limits)
     assert small.pool.free == small.pool.capacity and not any(small.pool.references)
-    assert result.n_tokens == sum(map(len, result.tokens)) == large.n_tokens
     assert growth or result.preemptions > 3
+    assert drawn(result) == drawn(Sampler(policy).generate(prompts, n, limits, seed=8, stop=[]))
 
 
-@needs_gpu
-def test_soak_of_two_thousand_requests(capsys, monkeypatch):
-    """Through graphs of all sizes and a pool that is too small: nothing lost or repeated, no page kept."""
-    monkeypatch.setattr(rollout, "GROWTH_PAGES", 0)
-    policy, draw = make_policy("fp8"), random.Random(4)
-    prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100, 200]) for _ in range(500)], seed=4)
-    limits = [min(300, 1 + int(40 * math.exp(draw.gauss(0, 1.2)))) for _ in range(2000)]
-    small = Sampler(policy, max_slots=300, pages=100)
-    result = small.generate(prompts, 4, limits, seed=8, stop=[])
-    assert [len(t) for t in result.tokens] == limits and result.n_tokens == sum(limits)
-    assert small.pool.free == small.pool.capacity and not any(small.pool.references)
-    assert result.preemptions > 3
-    assert "sampler: 300 slots, 100 pages of 64 tokens (6,400 tokens" in capsys.readouterr().out
-    assert drawn(result) == drawn(Sampler(policy).generate(prompts, 4, limits, seed=8, stop=[]))
+@contextlib.contextmanager
+def no_waiting():
+    """Whatever makes the host wait for the GPU is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_gpu
@@ -2554,21 +2363,14 @@ def test_a_step_never_waits_for_the_gpu(monkeypatch):
 
     def watched(self, steps):
         looks.append(steps)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             launch(self, steps)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     sampler = Sampler(policy, max_slots=8)
     expected = drawn(sampler.generate(PROMPTS, 1, LIMITS, seed=5))   # captures the graphs
     monkeypatch.setattr(Sampler, "_launch", watched)
     assert drawn(sampler.generate(PROMPTS, 1, LIMITS, seed=5)) == expected and len(looks) > 3
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.no_grad():
-            sampler._step(8)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with torch.no_grad(), no_waiting():
+        sampler._step(8)
 
 
 def test_plan_fits_the_memory(monkeypatch):
@@ -2623,7 +2425,6 @@ def test_new_weights_take_effect(policy):
     before = drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1))
     old = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     try:
-        torch.manual_seed(1)
         weights = policy.weights().items()
         policy.load((name, w.full().cpu() * (1 + 0.3 * torch.randn(w.shape))) for name, w in weights)
         after = drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1))
@@ -2631,9 +2432,10 @@ def test_new_weights_take_effect(policy):
     finally:
         for name, buffer in policy.named_buffers():
             buffer.copy_(old[name])
-    assert drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1)) == before
-    sampler.release()
-    assert sampler.pool is None and drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1)) == before
+    for _ in range(2):
+        assert drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1)) == before
+        sampler.release()
+        assert sampler.pool is None
 
 
 @cpu_only
@@ -2697,10 +2499,9 @@ def test_statistics_and_progress(tiny, capsys, monkeypatch):
 
 
 def test_command_line(tmp_path, monkeypatch, capsys):
-    tokenizer, folder = Tokenizer.bytes(), str(tmp_path / "model")
-    config = tiny_config(vocab_size=260, num_hidden_layers=1, eos_token_id=tokenizer.eos_ids)
-    Transformer(config).save_pretrained(folder)
-    tokenizer.save(folder)
+    folder = tmp_path / "model"
+    Transformer(tiny_config(vocab_size=260, num_hidden_layers=1, eos_token_id=[256])).save_pretrained(folder)
+    Tokenizer.bytes().save(folder)
 
     def command(*flags):
         monkeypatch.setattr(sys, "argv", ["rollout.py", f"--model={folder}", "--prompt=Hi", "--device=cpu",
@@ -2710,14 +2511,9 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     done = command("--n=2", "--temperature=0.8", "--kv=fp8")
     assert "---- 2 of 2" in done.out and "sampled in" in done.err
     assert done.out == command("--n=2", "--temperature=0.8", "--kv=fp8").out
-    for wrong, words in [("--max-new-tokens=600", "512"), ("--temperature=-1", "temperature is -1"),
-                         ("--precision=fp4", "fp4"), ("--kv=fp2", "fp2"),
-                         (f"--model={tmp_path}/none", "none")]:
-        with pytest.raises(SystemExit, match=words) as failed:
+    for wrong, words in [("--max-new-tokens=600", "512"), ("--temperature=-1", "temperature is -1")]:
+        with pytest.raises(SystemExit, match=words):
             command(wrong)
-        assert str(failed.value).startswith("error: ") and len(str(failed.value).splitlines()) <= 2
-    with pytest.raises(ValueError, match="temperature is -1"):
-        command("--temperature=-1", "--debug")
 
 
 @needs_gpu
@@ -2736,22 +2532,6 @@ def test_graphs_give_the_bits_of_eager_steps(precision, monkeypatch):
             self.replay = lambda: sampler._step(B)
     monkeypatch.setattr(Sampler, "_graph", lambda self, B: Eager(self, B))
     assert drawn(Sampler(policy).generate(prompts, 2, 60, seed=1)) == expected
-
-
-@needs_gpu
-def test_graphs_read_new_weights_and_release_returns_memory():
-    policy = make_policy("fp8")
-    sampler, prompts = Sampler(policy), some_prompts([5, 70, 130])
-    before = drawn(sampler.generate(prompts, 4, 40, seed=1))
-    policy.load((name, w.full() * 1.1) for name, w in list(policy.weights().items()))
-    after = drawn(sampler.generate(prompts, 4, 40, seed=1))
-    assert after != before and after == drawn(Sampler(policy).generate(prompts, 4, 40, seed=1))
-    memory = []
-    for _ in range(6):
-        sampler.release()
-        memory.append(torch.cuda.memory_allocated())
-        assert drawn(sampler.generate(prompts, 4, 40, seed=1)) == after
-    assert len(set(memory[1:])) == 1
 
 
 # ============================================================================================================
@@ -3103,7 +2883,8 @@ def test_bad_flags_are_refused(tmp_path, monkeypatch, flags, words):
 
 @pytest.mark.parametrize("program, flags, words", [
     ("train", ["--model=/no/where"], "no folder /no/where"), ("train", ["--steps=x"], "invalid int"),
-    ("rollout", ["--prompt=x"], "--model"), ("bench", ["gem"], "did you mean gemm"),
+    ("rollout", ["--prompt=x"], "--model"), ("rollout", ["--model=/no", "--prompt=x"], "/no"),
+    ("bench", ["gem"], "did you mean gemm"),
     ("bench", ["plot", "/no/where"], "/no/where"),
 ])
 def test_errors_are_two_lines(program, flags, words, monkeypatch):
@@ -3151,7 +2932,6 @@ def test_explain():
     assert rollout.explain(full, "--n") == "error: out of GPU memory: lower --n\nCUDA out of memory"
     assert rollout.explain(ValueError("a\nb\nc"), "") == "error: a\nb"
     assert rollout.explain(KeyError("x"), "") == "error: KeyError: 'x' (--debug shows where)"
-    assert rollout.explain(AssertionError(), "") == "error: AssertionError:  (--debug shows where)"
 
 
 def test_flags_of_the_loss(tmp_path, paid):
@@ -3306,14 +3086,11 @@ def test_the_host_never_waits_in_an_update(recompute):
     optimizer = fp8.AdamW(policy.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: True)
     one_update(policy, [200, 77], optimizer)()                     # compiles the kernels
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         with pytest.raises(RuntimeError, match="synchronizing"):
             optimizer.steps.item()                                 # the mode sees what it has to see
         for _ in range(2):
             one_update(policy, [200, 77], optimizer)()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_gpu
@@ -3475,32 +3252,6 @@ def test_fp8_learns_like_bf16(tmp_path):
         curves[precision] = [r["loss"] for r in read_log(tmp_path / precision) if r["kind"] == "supervised"]
     gaps = [abs(a / b - 1) for a, b in zip(*curves.values())]
     assert curves["bf16"][-1] < 0.3 * curves["bf16"][0] and max(gaps) < 0.03, curves
-
-
-@pytest.mark.parametrize("kind, tied", [("qwen2", False), ("qwen3", True), ("llama", False)])
-def test_checkpoints_load_in_transformers(tmp_path, paid, kind, tied):
-    """What a run saves: no key too many or too few, equal logits (FP32), the same ids, and back again."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    tokenizer = Tokenizer.bytes()
-    config = tiny_config(model_type=kind, tie_word_embeddings=tied, vocab_size=260, head_dim=12,
-                         eos_token_id=[256], rope_scaling=LLAMA3 if kind == "llama" else None)
-    scale_up(Transformer(config), 4.0).save_pretrained(tmp_path / "base")
-    tokenizer.save(tmp_path / "base")
-    run(tmp_path / "run", f"--model={tmp_path / 'base'}", "--sft-steps=0", "--steps=1", "--max-new-tokens=60")
-    folder = newest(tmp_path / "run")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    theirs, info = load(folder, dtype=FP32, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    ours = Transformer.from_pretrained(folder, "bf16", dtype=FP32)
-    tokens = torch.randint(0, 260, (100,))
-    with torch.no_grad():
-        mine, other = ours.logits(ours(tokens, [100])), theirs(tokens[None]).logits[0]
-    assert (mine - other).abs().max() < 1e-4 * other.abs().max()
-    text = "hé<|user|>"
-    assert transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == tokenizer.encode(text)
-    theirs.to(BF16).save_pretrained(tmp_path / "again")
-    first, again = (dict(model.read_tensors(d, config)) for d in (folder, tmp_path / "again"))
-    assert first.keys() == again.keys() and all(torch.equal(first[n], again[n]) for n in first)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
