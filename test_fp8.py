@@ -76,7 +76,7 @@ LIMIT = {FP32: 3e-6, BF16: 1.2e-2}
 DTYPES = by_mode([FP32, BF16], [FP32], [BF16])  # the interpreter multiplies BF16 as integers
 
 
-FUZZ = int(os.environ.get("FUZZ", by_mode(0, 6, 48)))  # cases of each test that draws its own
+FUZZ = int(os.environ.get("FUZZ", by_mode(0, 4, 48)))  # cases of each test that draws its own
 
 
 def same(a, b, what=""):
@@ -173,14 +173,6 @@ def test_any_amax_gives_448():
     assert scales.isfinite().all() and (scales >= fp8.AMAX_FLOOR / 448).all()
 
 
-def test_views_equal_copies():
-    x = torch.randn(256, 400)
-    for view in (x.t(), x[:, ::2], x[:, 37:165], x[:1].expand(9, 400), x[::3]):
-        for mine, other in zip(fp8.quantize_rows_cols(view), fp8.quantize_rows_cols(view.contiguous())):
-            same(mine[0], other[0]), same(mine[1], other[1])
-        same(fp8.quantize_blocks(view)[0], fp8.quantize_blocks(view.contiguous())[0])
-
-
 @pytest.mark.parametrize("M", [0, 1, 127, 129, 641])
 def test_gradients_against_fp64(M):
     """All three products within the quantization error; sizes differ by orders between blocks and tokens."""
@@ -211,22 +203,27 @@ def test_gradients_against_fp64(M):
     assert relative(b.grad, dy64.sum(0)) < 1e-5
 
 
-@pytest.mark.parametrize("use_fp8", [False, True])
-def test_fused_layers_against_autograd(use_fp8):
-    """norm_linear, swiglu_linear and norm against torch's autograd on the same formula in FP64."""
-    T, C, F = 70, 192, 320
-    keep = "codes" if use_fp8 else "data"
-    up, down = (weight(*s, keep=keep, scale=s[1] ** -0.5, dtype=FP32) for s in ((2 * F, C), (C, F)))
-    norms, bias = [weight(C, dtype=FP32) for _ in range(2)], weight(2 * F, dtype=FP32)
-    leaves = [torch.randn(T, C, requires_grad=True) for _ in range(2)]
-    probe = torch.randn(2, T, C)
+@pytest.mark.parametrize("use_fp8", [True] + by_mode([False], [], [False]))
+def test_kernel_fused_layers_against_autograd(use_fp8):
+    """norm_linear, swiglu_linear and norm against autograd on the formula in FP64; the same bits twice."""
+    (T, C, F), results = by_mode((70, 192, 320), (70, 128, 72), (70, 192, 320)), []
+    on = dict(dtype=by_mode(FP32, BF16, BF16), device=DEVICE)
+    limit = 0.08 if use_fp8 else by_mode(1e-5, None, 0.02)
 
     def rmsnorm(x, w):
         return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w
 
-    h, y = fp8.norm_linear(*leaves, norms[0], 1e-6, up, bias, fp8=use_fp8)
-    h, y = fp8.norm(h, fp8.swiglu_linear(y, down, fp8=use_fp8), norms[1], 1e-6)
-    (h * probe[0] + y * probe[1]).sum().backward()
+    for _ in range(2):
+        torch.manual_seed(0)
+        keep = "codes" if use_fp8 else "data"
+        up, down = (weight(*s, keep=keep, scale=s[1] ** -0.5, **on) for s in ((2 * F, C), (C, F)))
+        norms, bias = [weight(C, **on) for _ in range(2)], weight(2 * F, **on)
+        leaves = [torch.randn(T, C).to(**on).requires_grad_() for _ in range(2)]
+        probe = torch.randn(2, T, C).to(**on)
+        h, y = fp8.norm_linear(*leaves, norms[0], 1e-6, up, bias, fp8=use_fp8)
+        h, y = fp8.norm(h, fp8.swiglu_linear(y, down, fp8=use_fp8), norms[1], 1e-6)
+        torch.autograd.backward((h, y), tuple(probe))
+        results.append([h, y] + [x.grad for x in leaves + [up, down, *norms, bias]])
 
     exact = [x.detach().double().requires_grad_() for x in leaves]
     params = [w.full().double().requires_grad_() for w in (up, down, *norms, bias)]
@@ -234,29 +231,10 @@ def test_fused_layers_against_autograd(use_fp8):
     gate, value = (rmsnorm(h64, params[2]) @ params[0].t() + params[4]).chunk(2, -1)
     h64 = h64 + (torch.nn.functional.silu(gate) * value) @ params[1].t()
     y64 = rmsnorm(h64, params[3])
-    (h64 * probe[0] + y64 * probe[1]).sum().backward()
-
-    limit = 0.08 if use_fp8 else 1e-5
-    assert relative(h, h64) < limit and relative(y, y64) < limit
-    for mine, other in zip(leaves + [up, down, *norms, bias], exact + params):
-        assert relative(mine.grad, other.grad) < limit
-
-
-def test_weight_writes_in_place_and_forward_follows():
-    x = torch.randn(3, 256)
-    for keep, fp in (("codes", True), ("data", False), ("both", True), ("both", False)):
-        w = weight(128, 256, keep=keep)
-        before, places = fp8.linear(x, w, fp8=fp), [b.data_ptr() for b in w.buffers()]
-        new = w.full()
-        new[0, 0] += 1
-        w.write(new)
-        fresh = Weight((128, 256), keep=keep)
-        fresh.write(new)
-        assert places == [b.data_ptr() for b in w.buffers()]
-        assert not torch.equal(before, fp8.linear(x, w, fp8=fp))
-        same(fp8.linear(x, w, fp8=fp), fp8.linear(x, fresh, fp8=fp))
-    with pytest.raises(ValueError, match="keeps no codes"):
-        fp8.linear(x, weight(128, 256), fp8=True)
+    torch.autograd.backward((h64, y64), tuple(probe.double()))
+    for mine, again, other in zip(*results, [h64, y64] + [x.grad for x in exact + params]):
+        same(mine, again, "a second time")
+        assert relative(mine, other) < limit
 
 
 def make_optimizer(keep="codes", betas=(0.9, 0.95), decay=0.1, states=FP32):
@@ -450,8 +428,10 @@ def test_kernel_products_fuzz():
         start = torch.zeros(N, device=DEVICE) if bias is None else bias
         w64 = fp8.dequantize_blocks(*w).double()
         close_to_fp64(mine, values(*x), w64, start.double(), what)
-        dy = fp8.quantize_rows(wild(M, N, 1))
-        mine = fp8.fprop(*dy, fp8.transpose_codes(w[0]), w[1].t())
+        dy, turned = fp8.quantize_rows(wild(M, N, 1)), (fp8.transpose_codes(w[0]), w[1].t())
+        mine = fp8.fprop(*dy, *turned)
+        for tile in tiles:
+            same(mine, fp8.fprop(*dy, *turned, tile=tile), f"dX, {what}, tile {tile}")
         close_to_fp64(mine, values(*dy), w64.t(), start.new_zeros(K).double(), "dX, " + what)
 
         dyt = cut(fp8.quantize_cols(wild(N + skip_n, M + skip_x, 1).t()), skip_n, skip_x // 128 * 128)
@@ -574,30 +554,6 @@ def test_kernel_adamw(keep, dtype, max_norm, monkeypatch):
             same(a, b)
 
 
-@needs_kernels
-@pytest.mark.parametrize("use_fp8", [True] + [False] * CUDA)
-def test_kernel_layers_end_to_end(use_fp8, monkeypatch):
-    """Forward and backward through all fused layers, kernels against references, and the same bits twice."""
-    T, C, F, results = 70, 128, 72, []
-    for device in (DEVICE, DEVICE, "cpu"):
-        if len(results) == 2:
-            monkeypatch.setattr(fp8, "use_kernels", lambda x: False)
-        torch.manual_seed(0)
-        keep = "codes" if use_fp8 else "data"
-        up, down, out = (weight(*s, keep=keep, scale=0.1, device=device)
-                         for s in ((2 * F, C), (C, F), (C, C)))
-        norm_w, bias = (weight(n, scale=0.1, device=device) for n in (C, 2 * F))
-        h, d = (torch.randn(T, C).bfloat16().to(device).requires_grad_() for _ in range(2))
-        h_new, y = fp8.norm_linear(h, d, norm_w, 1e-6, up, bias, fp8=use_fp8)
-        z = fp8.linear(fp8.swiglu_linear(y, down, fp8=use_fp8), out, fp8=use_fp8)
-        h_new, y = fp8.norm(h_new, z, norm_w, 1e-6)
-        (y.float() * torch.randn(T, C).to(device)).sum().backward()
-        results.append([h_new, y, h.grad, d.grad] + [w.grad for w in (up, down, out, norm_w, bias)])
-    for mine, again, other in zip(*results):
-        same(mine, again, "a second run")
-        assert relative(mine, other) < 0.05
-
-
 @needs_gpu
 def test_kernel_many_rows():
     """More rows than grids on y and z allow, and more elements than 32-bit offsets reach."""
@@ -691,22 +647,20 @@ def test_kernel_qk_norm_rope(H, G, D, dtype, norm):
 def test_fp8_kv_definition():
     """A power of two takes the largest value of a head to (224, 448]; codes times it are BF16 numbers. Beyond
     128 * 448 they saturate."""
-    x = (torch.randn(40, 3, 16) * torch.logspace(-30, 4, 40)[:, None, None]).bfloat16()
+    x = (torch.randn(40, 3, 16) * torch.logspace(-8, 4, 40)[:, None, None]).bfloat16()
     x[0, 0], x[1, 0], x[2, 0, :2], x[3, 0, 0] = 0, -448 * 2.0 ** 7, torch.tensor([450.0, -226]), torch.inf
     x[4, 0, :2] = torch.tensor([3e38, 64.0])
     codes, scales, values = model.quantize_heads_reference(x)
     assert codes.dtype == fp8.E4M3 and scales.dtype == FP32 and values.dtype == BF16
-    finite = torch.ones(40, 3, dtype=torch.bool)
-    finite[3, 0] = False
-    assert (scales[finite].double().log2() % 1 == 0).all() and not values[3, 0].isfinite().any()
     assert scales[1, 0] == 2 ** 7 and scales[2, 0] == 2, "448 fits exactly, 450 takes the next power of two"
     assert values[4, 0, :2].tolist() == [57344, 64] and scales[4, 0] == 128
-    exact = codes.double() * scales.double()[..., None]
-    assert torch.equal(values[finite].double(), exact[finite])
-    finite[4, 0] = False
-    large = finite & (x.float().abs().amax(2) > 1e-9)
-    peak = (x.double().abs().amax(2) / scales.double())[large]
-    assert (peak > 224).all() and (peak <= 448).all() and relative(values[large], x[large]) < 0.04
+    assert not values[3, 0].isfinite().any() and not values[0, 0].any()
+    rest = torch.ones(40, 3, dtype=torch.bool)
+    rest[:5, 0] = False
+    assert (scales[rest].double().log2() % 1 == 0).all() and relative(values[rest], x[rest]) < 0.04
+    assert torch.equal(values[rest].double(), (codes.double() * scales.double()[..., None])[rest])
+    peak = (x.double().abs().amax(2) / scales.double())[rest]
+    assert (peak > 224).all() and (peak <= 448).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -1065,20 +1019,6 @@ def test_kernel_bits_do_not_depend_on_tile_or_rows(N, K):
 
 
 @needs_hopper
-@pytest.mark.parametrize("N,K", [(136, 80), (1001, 1040), (4096, 2048)])
-def test_hopper_kernel_fprop_bits(N, K):
-    """product_kernel has fprop_kernel's bits: from one block to more than stages, from fewer tiles than
-    multiprocessors to several for each; ragged edges, bias, DGrad."""
-    for M in (1, 3, 257, 700, 5000):
-        x, w = (moved(t) for t in random_codes(M, K, N))
-        bias, turned = torch.randn(N, device="cuda").bfloat16(), w[1].t().contiguous().t()
-        for scales, b, dtype in ((w[1], None, BF16), (turned, bias, BF16), (w[1], bias, FP32)):
-            plain = fp8.fprop(*x, w[0], scales, b, dtype, tile=(128, 128, False, 8, 4))
-            for _ in range(3):  # more than once: a race between loads and products would show here
-                same(fp8.fprop(*x, w[0], scales, b, dtype, tile=fp8.HOPPER), plain, f"M={M}")
-
-
-@needs_hopper
 @pytest.mark.parametrize("tile", fp8.DECODE_TILES)
 @pytest.mark.parametrize("N,K,dtype", [(1001, 2064, FP32), (20000, 80, BF16)])
 def test_decode_kernel_bits(N, K, dtype, tile):
@@ -1091,36 +1031,6 @@ def test_decode_kernel_bits(N, K, dtype, tile):
         plain = fp8.fprop(*x, codes, scales, bias, dtype, tile=(128, 128, False, 8, 4))
         for _ in range(3):  # more than once: a race between loads and products would show here
             same(fp8.fprop(*x, codes, scales, bias, dtype, tile=tile), plain, f"M={M}")
-
-
-@needs_hopper
-@pytest.mark.parametrize("N,K", [(136, 80), (257, 1001), (2048, 6144)])
-def test_hopper_kernel_wgrad_bits(N, K):
-    for M in (1, 300, 640, 8192):
-        dyt, xt = (fp8.quantize_cols(torch.randn(M, n, device="cuda")) for n in (N, K))
-        plain = torch.randn(N, K, device="cuda")
-        start = plain.clone()
-        fp8.wgrad(*dyt, *xt, plain, tile=(8, 4))
-        for _ in range(3):
-            out = start.clone()
-            fp8.wgrad(*dyt, *xt, out, tile=fp8.HOPPER)
-            same(out, plain, f"M={M}")
-
-
-@needs_hopper
-@pytest.mark.parametrize("tile", [fp8.HOPPER, *fp8.DECODE_TILES])
-def test_hopper_kernel_in_a_graph(tile):
-    """Captured and replayed: nothing of it depends on the host."""
-    x, w = (moved(t) for t in random_codes(700, 1024, 2000))
-    plain = fp8.fprop(*x, *w, tile=(128, 128, False, 8, 4))
-    fp8.fprop(*x, *w, tile=tile)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = fp8.fprop(*x, *w, tile=tile)
-    for _ in range(2):
-        y.zero_()
-        graph.replay()
-        same(y, plain)
 
 
 def page_pool(values, lengths, seed=0):
@@ -1362,23 +1272,6 @@ def test_config_refuses(tmp_path, changes, words):
     assert words in message and "config.json" in message and message.count("\n") < 2
 
 
-@cpu_only
-def test_config_fuzz(tmp_path):
-    """Any value in any field: a config or a ValueError that names the file, never another exception."""
-    rng = random.Random(0)
-    values = [None, True, False, 0, 1, -1, 2**70, 1.5, float("nan"), float("inf"), "x", "", [], [1], ["x"],
-              {}, {"a": 1}, {"rope_type": "llama3"}, {"rope_type": ["x"]}, {"rope_theta": "x"}, {"type": {}}]
-    names = [*SIZES, *model.INERT, "model_type", "rope_scaling", "rope_parameters", "layer_types",
-             "attention_bias", "eos_token_id"]
-    for _ in range(1000):
-        try:
-            changes = {rng.choice(names): rng.choice(values) for _ in range(rng.randint(1, 3))}
-            config = config_of(tmp_path, **changes)
-            assert config.inv_freq().shape == (config.head_dim // 2,)
-        except ValueError as error:
-            assert "config.json" in str(error)
-
-
 def test_eos_ids_are_the_union(tmp_path):
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 7]})
     write_json(tmp_path / "tokenizer_config.json", {"eos_token": {"content": "<|endoftext|>"}})
@@ -1492,37 +1385,6 @@ def test_weight_faults(tmp_path, words):
         model.read_tensors(tmp_path, config)
     message = str(error.value)
     assert words in message and str(tmp_path) in message and message.count("\n") < 2
-
-
-@cpu_only
-def test_header_mutations(tmp_path):
-    """Random changes of a safetensors header: refused with the file named, or read; nothing else."""
-    config = config_of(tmp_path, num_hidden_layers=1)
-    save_file(random_weights(config), tmp_path / "model.safetensors")
-    good = (tmp_path / "model.safetensors").read_bytes()
-    rng, length = random.Random(0), struct.unpack("<Q", good[:8])[0]
-    for _ in range(600):
-        data = bytearray(good)
-        for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(8 + length) if rng.random() < 0.9 else rng.randrange(8)
-            data[at] = rng.choice([rng.randrange(256), *b'0123456789{}[],":'])
-        (tmp_path / "model.safetensors").write_bytes(data)
-        try:
-            list(model.read_tensors(tmp_path, config))
-        except (ValueError, FileNotFoundError) as error:
-            assert str(tmp_path) in str(error)
-
-
-def test_write_refuses_a_wrong_set_and_leaves_nothing(tmp_path):
-    config = config_of(tmp_path)
-    save_file(random_weights(config), tmp_path / "model.safetensors")
-    ours = dict(model.read_tensors(tmp_path, config))
-    for pairs, words in [(list(ours.items())[1:], "embedding"), ([("x", ours["norm"])], "tensor x"),
-                         ([*ours.items(), ("norm", ours["norm"])], "second tensor norm"),
-                         ([("norm", ours["embedding"])], r"norm has shape \(131, 48\)")]:
-        with pytest.raises(ValueError, match=words):
-            model.write_tensors(tmp_path / "out", config, pairs)
-        assert not (tmp_path / "out").exists()
 
 
 # family, changes of transformers' config, dtype in the file, sharded, RoPE in its older place
@@ -1749,7 +1611,7 @@ def test_tokenizer_refuses(tmp_path, path, value, words):
     assert "tokenizer.json" in str(error.value)
 
 
-def mutations(value, rng, junk):
+def mutated_json(value, rng, junk):
     """A copy of a JSON value with one node replaced or removed."""
     value = json.loads(json.dumps(value))
     at = value
@@ -1765,25 +1627,48 @@ def mutations(value, rng, junk):
     return value
 
 
+def mutated_bytes(data, rng, end):
+    data = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        data[rng.randrange(end)] = rng.choice([rng.randrange(256), *b'0123456789{}[],":\\\n'])
+    return bytes(data)
+
+
+JUNK = [None, True, False, 0, -1, 2**70, 1.5, math.nan, math.inf, "", "x", "ab", [], [1], ["x"], {}, {"a": 1},
+        {"type": "NFC"}, {"rope_type": ["x"]}, {"rope_theta": "x"}, ["a", "b"], "\ud800"]
+
+
 @cpu_only
-def test_tokenizer_fuzz():
-    """A tokenizer.json with a broken node: refused with the file named, or it encodes and decodes."""
-    rng, source = random.Random(0), Tokenizer.bytes().files["tokenizer.json"]
-    base = {char: byte for byte, char in enumerate(model.BYTE_TO_CHAR)}
-    source["model"] |= {"vocab": base | {"ab": 260, "abc": 261}, "merges": [["a", "b"], ["ab", "c"]]}
-    source["normalizer"] = {"type": "NFC"}
-    junk = [None, True, 0, -1, 2**70, 1.5, float("nan"), "", "x", "ab", [], [1], {}, {"type": "NFC"},
-            ["a", "b"], "\ud800"]
-    refused = 0
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "rows.jsonl"])
+def test_files_with_random_faults(tmp_path, name):
+    """Refused in a line or two that name the file, or read; never another exception."""
+    config = config_of(tmp_path, num_hidden_layers=1, layer_types=["full_attention"], rope_scaling=LLAMA3,
+                       rope_parameters={"rope_theta": 1e6}, eos_token_id=[3], **dict.fromkeys(model.INERT))
+    save_file(random_weights(config), tmp_path / "model.safetensors")
+    raw = Tokenizer.bytes().files["tokenizer.json"]
+    raw["model"]["vocab"] |= {"ab": 260, "abc": 261}
+    raw["model"] |= {"merges": [["a", "b"], ["ab", "c"]]}
+    write_json(tmp_path / "tokenizer.json", raw | {"normalizer": {"type": "NFC"}})
+    write(tmp_path / "rows.jsonl", *(row(f"{i} + {i}?", f"sum\n#### {i + i:,}") for i in range(600, 604)))
+    read = {"config.json": lambda: Config.from_folder(tmp_path).inv_freq(),
+            "tokenizer.json": lambda: Tokenizer.from_pretrained(tmp_path).encode("abc é<|user|>"),
+            "model.safetensors": lambda: list(model.read_tensors(tmp_path, config)),
+            "rows.jsonl": lambda: [e.reward("#### " + e.gold) for e in grpo.load_jsonl(path)]}[name]
+    rng, path, refused = random.Random(0), tmp_path / name, 0
+    good = path.read_bytes()
+    end = 8 + struct.unpack("<Q", good[:8])[0] if name == "model.safetensors" else len(good)
     for _ in range(600):
+        if name.endswith(".json"):
+            write_json(path, mutated_json(json.loads(good), rng, JUNK))
+        else:
+            path.write_bytes(mutated_bytes(good, rng, end))
         try:
-            files = {"tokenizer.json": mutations(source, rng, junk)}
-            tokenizer = Tokenizer(files, [256], where="here/tokenizer.json")
-            tokenizer.decode(tokenizer.encode("abc é<|user|>"))
-        except ValueError as error:
+            result = read()
+            assert name != "rows.jsonl" or all(result), "a gold that no completion can earn"
+        except (ValueError, FileNotFoundError) as error:
             refused += 1
-            assert "here/tokenizer.json" in str(error) and str(error).count("\n") < 2, error
-    assert refused > 120
+            assert str(tmp_path) in str(error) and str(error).count("\n") < 2, error
+    assert 100 < refused < 600
 
 
 def test_merges_that_tiktoken_cannot_represent():
@@ -2090,21 +1975,6 @@ def test_jsonl_faults_name_the_line(tmp_path, line, message):
     assert f"{path}, line 3: " in str(caught.value) and message in str(caught.value)
 
 
-def test_jsonl_fuzz(tmp_path):
-    """Bytes of a good file changed at random: examples that some completion can earn, or the line named."""
-    rng, path = random.Random(0), tmp_path / "data.jsonl"
-    good = "".join(row(f"{i} + {i}?", f"sum\n#### {i + i:,}") + "\n" for i in range(600, 604)).encode()
-    for _ in range(1000):
-        data = bytearray(good)
-        for _ in range(rng.randint(1, 3)):
-            data[rng.randrange(len(data))] = rng.choice([rng.randrange(256), *b'\n\r"\\{}:,'])
-        path.write_bytes(data)
-        try:
-            assert all(e.reward("so\n#### " + e.gold) == 1 for e in grpo.load_jsonl(path))
-        except ValueError as error:
-            assert f"{path}, line " in str(error) and str(error).count("\n") < 2
-
-
 def test_jsonl_file_faults(tmp_path):
     with pytest.raises(FileNotFoundError, match="curl -Lo"):
         grpo.load_jsonl(tmp_path / "none.jsonl")
@@ -2286,36 +2156,28 @@ def test_group_shares_its_prompt(policy):
 
 
 def test_stop_rules(policy):
-    prompts = some_prompts([4, 9])
-    free = Sampler(policy).generate(prompts, 1, 12, temperature=0, stop=[])
+    prompts, sampler = some_prompts([4, 9]), Sampler(policy)
+    free = sampler.generate(prompts, 1, 12, temperature=0, stop=[])
     assert free.finish == ["length"] * 2 and [len(t) for t in free.tokens] == [12, 12]
-    first, last = free.tokens[0][0], free.tokens[1][-1]
-    sampler = Sampler(policy)
-    eos_first = sampler.generate(prompts[:1], 1, 12, temperature=0, stop=[first])
-    assert (eos_first.tokens, eos_first.finish) == ([[first]], ["stop"]) and len(eos_first.logprobs[0]) == 1
+    last = free.tokens[1][-1]
     limit = free.tokens[1].index(last) + 1  # the stop id is the last token allowed
     at_limit = sampler.generate(prompts[1:], 1, limit, temperature=0, stop=[last])
     assert (at_limit.tokens, at_limit.finish) == ([free.tokens[1][:limit]], ["stop"])
     one = sampler.generate(prompts, 1, 1, temperature=0, stop=[])
     assert one.tokens == [t[:1] for t in free.tokens] and one.finish == ["length"] * 2
-    for stop in set(free.tokens[0]):  # each id of several
+    for stop in set(free.tokens[0]):  # each id of several, the first among them
         got = sampler.generate(prompts[:1], 1, 12, temperature=0, stop=[stop, 130])
         assert got.tokens[0] == free.tokens[0][:free.tokens[0].index(stop) + 1] and got.finish == ["stop"]
-        assert torch.equal(got.logprobs[0], free.logprobs[0][:len(got.tokens[0])])
+        same(got.logprobs[0], free.logprobs[0][:len(got.tokens[0])])
 
 
 @cpu_only
 def test_seeds_and_keys(tiny):
-    prompts, sampler = some_prompts([5, 5]), Sampler(tiny)
-    a = sampler.generate(prompts, 3, 16, seed=1)
-    assert drawn(a) == drawn(sampler.generate(prompts, 3, 16, seed=1))
-    assert drawn(a) != drawn(sampler.generate(prompts, 3, 16, seed=2))
-    assert drawn(a) != drawn(sampler.generate(prompts, 3, 16, seed=1, keys=range(6, 12)))
+    draw = lambda **options: drawn(Sampler(tiny).generate(some_prompts([5]) * 2, 3, 16, **options))
+    first = draw(seed=1)
+    assert first == draw(seed=1) and first not in (draw(seed=2), draw(seed=1, keys=range(6, 12)))
     keys = [4, 2**40, -1, 0, 1, 2]
-    b = sampler.generate(prompts, 3, 16, seed=1, keys=keys)
-    c = sampler.generate(prompts[::-1], 3, 16, seed=1, keys=keys[3:] + keys[:3])
-    assert drawn(b)[:3] == drawn(c)[3:] and drawn(b)[3:] == drawn(c)[:3]
-    assert drawn(b)[3] != drawn(b)[0]
+    assert draw(seed=1, keys=keys)[3:] == first[:3] and draw(seed=1, keys=keys)[0] != first[0]
 
 
 def test_greedy_and_tiny_temperature(tiny):
@@ -2801,16 +2663,13 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path, paid, capsys):
     assert "goes on with other flags" not in said, "a resume that is refused changes nothing"
     resume("--lr=1e-3", "--states=bf16")
     assert re.search(r"other flags: .*lr=0.001 \(was .*states=bf16 \(was fp32\)", capsys.readouterr().out)
-    folder = newest(out)
-    whole = (folder / "optimizer.safetensors").read_bytes()
-    for content in (whole[:-100], whole[:50], b"", b"version https://git-lfs"):
-        (folder / "optimizer.safetensors").write_bytes(content)
-        with pytest.raises(ValueError, match=f"{folder} is damaged.*: remove it"):
-            resume()
-    (folder / "optimizer.safetensors").write_bytes(whole)
-    write_json(folder / "state.json", {"step": 2})
-    with pytest.raises(ValueError, match="is damaged"):
-        resume()
+    for name in ("optimizer.safetensors", "state.json"):
+        whole = (newest(out) / name).read_bytes()
+        for content in (whole[:-100], whole[:50], b"", b"version https://git-lfs", b'{"step": 2}'):
+            (newest(out) / name).write_bytes(content)
+            with pytest.raises(ValueError, match=f"{newest(out)} is damaged.*: remove it"):
+                resume()
+        (newest(out) / name).write_bytes(whole)
 
 
 def test_problems_longer_than_the_context(tmp_path, paid, capsys):
@@ -2935,8 +2794,6 @@ def test_flags_of_the_loss(tmp_path, paid):
     none = run(tmp_path / "none", *flags[2:], "--drop-truncated", "--max-new-tokens=1")[1]
     assert none["truncated"] == 1 and none["kl"] == none["loss"] == none["grad_norm"] == 0
     assert all(math.isfinite(v) for v in none.values() if isinstance(v, float))
-    plain, recomputed = (run(tmp_path / flag, flag, "--kl=0.1") for flag in ("--no-recompute", "--recompute"))
-    assert plain == recomputed and plain[1]["kl"] > 0
 
 
 def test_means_groups_and_learning_rate(tmp_path, paid, monkeypatch, capsys):
@@ -3378,17 +3235,6 @@ def test_a_rank_that_fails_ends_the_run(tmp_path, paid):
     assert len(log) == 4 and log == read_log(tmp_path / "one")[:4]
     assert re.findall("rank .: error.*", errors) == re.findall(
         r"rank \d: error: step 0: log-probs differ first at sequence 4, position \d+: .*", errors) != []
-
-
-def test_work_is_dealt_out_by_tokens():
-    rng = random.Random(0)
-    for count in (1, 2, 3, 8):
-        sizes = [rng.randint(1, 200) for _ in range(rng.randint(0, 40))]
-        shares = [train.Ranks.deal(types.SimpleNamespace(rank=r, count=count), sizes) for r in range(count)]
-        assert sorted(i for share in shares for i in share) == list(range(len(sizes)))
-        assert all(share == sorted(share) for share in shares)
-        loads = [sum(sizes[i] for i in share) for share in shares]
-        assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
 @pytest.mark.parametrize("flags, words", [
