@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 
 # Micro-batches differ in size: blocks of fixed size would leave a quarter of the memory in unusable pieces.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -390,6 +391,7 @@ class Run:
         self.start_clock, self.ranks, self.reference = time.time(), Ranks(cfg.device), None
         self.device = self.ranks.device
         cfg.out = self.ranks.gather(cfg.out)[0]         # its default name holds a time
+        self.out = Path(cfg.out)
         self.task = make_task(cfg)
         if cfg.model:
             folder = model_file.folder_from_name(cfg.model)
@@ -595,8 +597,7 @@ class Run:
         After a supervised phase it is that policy to BF16 rounding: the folder holds no FP32 masters.
         """
         if self.reference is None:
-            start = os.path.join(self.cfg.out, "start")
-            folder = self.cfg.model if self.cfg.model and not self.cfg.sft_steps else start
+            folder = self.cfg.model if self.cfg.model and not self.cfg.sft_steps else self.out / "start"
             self.reference = Transformer.from_pretrained(folder, self.cfg.precision, self.device,
                                                          kv=self.cfg.kv)
         return self.reference
@@ -645,12 +646,12 @@ class Run:
 
     def prepare_folder(self):
         """The run folder, writable, with room for a checkpoint."""
-        out, takes = self.cfg.out, self.checkpoint_bytes
+        out, takes = self.out, self.checkpoint_bytes
         refuse(not self.cfg.resume and checkpoints(out),
                f"--out={out} holds checkpoints: add --resume, or give another folder")
         try:
-            os.makedirs(os.path.join(out, "source"), exist_ok=True)
-            open(os.path.join(out, "log.jsonl"), "a").close()
+            (out / "source").mkdir(parents=True, exist_ok=True)
+            (out / "log.jsonl").touch()
         except OSError as error:
             raise OSError(f"--out={out} cannot be written ({error.strerror}): give another folder")
         free = shutil.disk_usage(out).free
@@ -661,16 +662,14 @@ class Run:
     def keep_flags(self):
         """The flags and sources of the run, in its folder, once a resume was not refused. Flags come from the
         command line: what differs from the run before is said."""
-        path, flags = os.path.join(self.cfg.out, "config.json"), dataclasses.asdict(self.cfg)
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as f:
-                before = json.load(f)
-            changed = [f"{k}={v} (was {before[k]})" for k, v in flags.items()
-                       if k not in ("resume", "debug", "out") and before.get(k, v) != v]
-            if changed:
-                print(f"note: the run in {self.cfg.out} goes on with other flags: {', '.join(changed)}")
+        path, flags = self.out / "config.json", dataclasses.asdict(self.cfg)
+        before = json.loads(path.read_text()) if path.exists() else {}
+        changed = [f"{k}={v} (was {before[k]})" for k, v in flags.items()
+                   if k not in ("resume", "debug", "out") and before.get(k, v) != v]
+        if changed:
+            print(f"note: the run in {self.out} goes on with other flags: {', '.join(changed)}")
         for name in ("model.py", "fp8.py", "rollout.py", "grpo.py", "train.py"):
-            shutil.copy(os.path.join(HERE, name), os.path.join(self.cfg.out, "source", name))
+            shutil.copy(HERE / name, self.out / "source" / name)
         write(path, json.dumps(flags, indent=1))
 
     def log(self, record):
@@ -678,13 +677,13 @@ class Run:
         if self.ranks.rank:
             return
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        with open(os.path.join(self.cfg.out, "log.jsonl"), "a", encoding="utf-8") as f:
+        with open(self.out / "log.jsonl", "a") as f:
             f.write(json.dumps(record) + "\n")
         self.logged += 1
         if self.cfg.wandb:
             import wandb
             if wandb.run is None:
-                wandb.init(project=self.cfg.wandb, dir=self.cfg.out, config=dataclasses.asdict(self.cfg))
+                wandb.init(project=self.cfg.wandb, dir=self.out, config=dataclasses.asdict(self.cfg))
                 wandb.define_metric("*", step_metric="step")      # an evaluation shares its step with others
             wandb.log({k if k == "step" else f"{record['kind']}/{k}": v for k, v in record.items()
                        if isinstance(v, (int, float))})
@@ -695,9 +694,8 @@ class Run:
         All is written into a folder of another name, and only when the disk itself has it, the rename makes
         it a checkpoint: whole or not at all, also if the power fails. Older ones go after that.
         """
-        out = self.cfg.out
-        folder, part = os.path.join(out, f"step-{self.step:06d}"), os.path.join(out, ".saving")
-        if self.ranks.rank == 0 and not os.path.isdir(folder):
+        out, folder, part = self.out, self.out / f"step-{self.step:06d}", self.out / ".saving"
+        if self.ranks.rank == 0 and not folder.is_dir():
             if not all(master.isfinite().all() for master in self.optimizer.master.values()):
                 raise RuntimeError("the weights are not finite, the last checkpoint stays: lower --lr")
             try:
@@ -712,7 +710,7 @@ class Run:
                               f"--out={out} --resume goes on from the one before") from None
             for old in checkpoints(out)[:-self.cfg.keep]:
                 # By a rename first: what is left of a removal that is killed must not look like a checkpoint.
-                os.rename(os.path.join(out, old), part)
+                os.rename(out / old, part)
                 shutil.rmtree(part)
         self.ranks.gather(None)
         return folder
@@ -722,44 +720,41 @@ class Run:
         shutil.rmtree(folder, ignore_errors=True)
         self.model.save_pretrained(folder, self.optimizer.master.items())
         self.tokenizer.save(folder)
-        save_file(self.optimizer.state(), os.path.join(folder, "optimizer.safetensors"))
+        save_file(self.optimizer.state(), folder / "optimizer.safetensors")
         state = {"step": self.step, "skipped": self.skipped, "silent": self.silent,
                  "logged": self.logged, "now": self.tokenizer.now.isoformat()}   # templates print the date
-        write(os.path.join(folder, "state.json"), json.dumps(state))
+        (folder / "state.json").write_text(json.dumps(state))
 
     def restore(self):
         """Go on from the newest checkpoint, if any: same weights, moments and counters, so the same bits."""
-        found, state = checkpoints(self.cfg.out) if self.cfg.resume else [], {"logged": 0}
+        found, logged = checkpoints(self.out) if self.cfg.resume else [], 0
         if found:
-            folder = os.path.join(self.cfg.out, found[-1])
+            folder = self.out / found[-1]
             try:
-                tensors = load_file(os.path.join(folder, "optimizer.safetensors"))
-                with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
-                    state = json.load(f)
+                tensors = load_file(folder / "optimizer.safetensors")
+                state = json.loads((folder / "state.json").read_text())
                 self.step, self.skipped, self.silent = state["step"], state["skipped"], state["silent"]
-                self.tokenizer.now = datetime.datetime.fromisoformat(state["now"])
+                self.tokenizer.now, logged = datetime.datetime.fromisoformat(state["now"]), state["logged"]
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
                 raise ValueError(f"{folder} is damaged ({error!r}): remove it to resume the one before"
                                  ) from None
             self.optimizer.load_state(tensors)
             print(f"resumed from {folder}")
         if self.ranks.rank == 0:       # what the checkpoint does not know is run, and logged, again
-            log = os.path.join(self.cfg.out, "log.jsonl")
-            with open(log, encoding="utf-8") as f:
-                lines = f.readlines()[:state["logged"]]
-            write(log, "".join(lines))
+            lines = (self.out / "log.jsonl").read_text().splitlines(keepends=True)[:logged]
+            write(self.out / "log.jsonl", "".join(lines))
             self.logged = len(lines)
         return bool(found)
 
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = Path(__file__).resolve().parent
 
 
 def write(path, text):
     """Write or replace a file, whole or not at all."""
-    with open(path + ".part", "w", encoding="utf-8") as f:
-        f.write(text)
-    os.replace(path + ".part", path)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def sync(*folders):
@@ -775,7 +770,7 @@ def sync(*folders):
 
 def checkpoints(folder):
     """Names of the whole checkpoints in a run folder, oldest first."""
-    return sorted(n for n in os.listdir(folder) if n.startswith("step-")) if os.path.isdir(folder) else []
+    return sorted(path.name for path in Path(folder).glob("step-*"))
 
 
 def make_task(cfg):
@@ -843,8 +838,7 @@ def header(run):
 
 def summary(run):
     """The whole run, resumed or not, in a few lines: from its log."""
-    with open(os.path.join(run.cfg.out, "log.jsonl"), encoding="utf-8") as f:
-        records = [json.loads(line) for line in f]
+    records = [json.loads(line) for line in (run.out / "log.jsonl").read_text().splitlines()]
     steps = [r for r in records if r["kind"] == "step"]
     if not steps:
         return
@@ -988,9 +982,8 @@ def start_policy(run):
         moment.zero_()                    # GRPO is a new objective, whose gradients have another size
     # Kept even without --kl, which a resumed run may ask for.
     if run.ranks.rank == 0 and (cfg.sft_steps or not cfg.model):
-        start = os.path.join(cfg.out, "start")
-        run.model.save_pretrained(start, run.optimizer.master.items())
-        sync(start)
+        run.model.save_pretrained(run.out / "start", run.optimizer.master.items())
+        sync(run.out / "start")
     if cfg.sft_steps:
         run.evaluate("after the supervised phase")
         if cfg.save_every:
