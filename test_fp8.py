@@ -1502,7 +1502,7 @@ def random_strings(n, seed=0):
                       for pool in rng.choices(pools, k=rng.randint(1, 12)))
 
 
-def trained_tokenizer(folder, split="qwen", normalizer=True, strings=False, **changes):
+def trained_tokenizer(folder, split="qwen"):
     """A small BPE trained here, with the pre-tokenizer of a family -> the file as tokenizers reads it."""
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -1510,9 +1510,9 @@ def trained_tokenizer(folder, split="qwen", normalizer=True, strings=False, **ch
     first = {"qwen": lambda: pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated"),
              "llama": lambda: pre_tokenizers.Split(Regex(LLAMA_SPLIT), "isolated"),
              "digits": lambda: pre_tokenizers.Digits(individual_digits=True)}.get(split)
-    t = tokenizers.Tokenizer(models.BPE(ignore_merges=changes.get("ignore_merges", False)))
+    t = tokenizers.Tokenizer(models.BPE(ignore_merges=split == "llama"))
     t.pre_tokenizer = pre_tokenizers.Sequence([first(), level]) if first else level
-    t.normalizer = normalizers.NFC() if normalizer else None
+    t.normalizer = normalizers.NFC() if split in ("qwen", "gpt2") else None
     t.decoder = decoders.ByteLevel()
     t.train_from_iterator(CORPUS, trainers.BpeTrainer(
         vocab_size=460, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
@@ -1521,8 +1521,11 @@ def trained_tokenizer(folder, split="qwen", normalizer=True, strings=False, **ch
                   AddedToken("ガス", normalized=True), AddedToken("<thinking>", normalized=True)])
     t.save(str(folder / "tokenizer.json"))
     raw = json.loads((folder / "tokenizer.json").read_text())
-    if strings:
+    if split == "llama":  # merges as strings, and ids that do not follow them
         raw["model"]["merges"] = [" ".join(pair) for pair in raw["model"]["merges"]]
+        ids = list(raw["model"]["vocab"].values())
+        random.Random(0).shuffle(ids)
+        raw["model"]["vocab"] = dict(zip(raw["model"]["vocab"], ids))
     write_json(folder / "tokenizer.json", raw)
     write_json(folder / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -1539,7 +1542,7 @@ def assert_equal_ids(ours, theirs, strings):
 
 @pytest.mark.parametrize("split", ["qwen", "llama", "gpt2", "digits", "none"])
 def test_tokenizer_equals_tokenizers(tmp_path, split, monkeypatch):
-    theirs = trained_tokenizer(tmp_path, split, normalizer=split in "qwen gpt2", strings=split == "llama")
+    theirs = trained_tokenizer(tmp_path, split)
     monkeypatch.setattr(socket, "socket", None)  # nothing goes online
     ours = Tokenizer.from_pretrained(tmp_path)
     assert ours.eos_ids == [theirs.token_to_id("<|im_end|>")] and ours.vocab_size == theirs.get_vocab_size()
@@ -1548,19 +1551,6 @@ def test_tokenizer_equals_tokenizers(tmp_path, split, monkeypatch):
         assert ours.decode(ours.encode(text)) == (unicodedata.normalize("NFC", text) if ours._nfc else text)
     ours.save(tmp_path / "out")
     assert Tokenizer.from_pretrained(tmp_path / "out").encode(CORPUS[0]) == ours.encode(CORPUS[0])
-
-
-def test_ids_need_not_follow_the_merges(tmp_path):
-    """Ids from the vocabulary, order of merging from the merges; the list may be complete (Llama 3)."""
-    trained_tokenizer(tmp_path, "llama", normalizer=False, ignore_merges=True)
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    raw = json.loads((tmp_path / "tokenizer.json").read_text())
-    ids = list(raw["model"]["vocab"].values())
-    random.Random(0).shuffle(ids)
-    raw["model"]["vocab"] = dict(zip(raw["model"]["vocab"], ids))
-    write_json(tmp_path / "tokenizer.json", raw)
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert_equal_ids(Tokenizer.from_pretrained(tmp_path), theirs, [*STRINGS, *CORPUS, *random_strings(400)])
 
 
 @pytest.mark.parametrize("path, value, words", [
@@ -2295,23 +2285,14 @@ def test_requests_of_any_size_one_after_the_other(tiny):
 
 
 @pytest.mark.parametrize("change,words", [
-    (dict(prompts=[]), "no prompts"),
-    (dict(prompts=[[1], []]), "prompt 1 is empty"),
-    (dict(prompts=[[1, 131]]), "id 131.*131 ids"),
-    (dict(prompts=[[-1, 5]]), "id -1"),
-    (dict(prompts=[[1.5, 5]]), "not a flat list"),
-    (dict(prompts=[[[1], [2]]]), "not a flat list"),
-    (dict(prompts=[[1] * 450], max_new_tokens=63), "450 tokens.*513.*512"),
-    (dict(n=0), "n is 0"),
-    (dict(max_new_tokens=0), "completion 0 is 0"),
-    (dict(max_new_tokens=[1, 2, 3]), "3 entries for 2"),
-    (dict(max_new_tokens=[4, -1]), "completion 1 is -1"),
-    (dict(temperature=-1.0), "temperature is -1"),
-    (dict(temperature=float("nan")), "temperature is nan"),
-    (dict(temperature=float("inf")), "temperature is inf"),
-    (dict(temperature=1e-7), "1e-07.*0 is greedy"),
-    (dict(stop=[131]), "outside 0..130"),
-    (dict(keys=[1]), "keys has 1 entries for 2"),
+    (dict(prompts=[]), "no prompts"), (dict(prompts=[[1], []]), "prompt 1 is empty"),
+    (dict(prompts=[[1, 131]]), "id 131.*131 ids"), (dict(prompts=[[-1, 5]]), "id -1"),
+    (dict(prompts=[[1.5, 5]]), "not a flat list"), (dict(prompts=[[[1], [2]]]), "not a flat list"),
+    (dict(prompts=[[1] * 450], max_new_tokens=63), "450 tokens.*513.*512"), (dict(n=0), "n is 0"),
+    (dict(max_new_tokens=[1, 2, 3]), "3 entries for 2"), (dict(max_new_tokens=[4, -1]), "completion 1 is -1"),
+    (dict(temperature=-1.0), "temperature is -1"), (dict(temperature=math.nan), "temperature is nan"),
+    (dict(temperature=math.inf), "temperature is inf"), (dict(temperature=1e-7), "1e-07.*0 is greedy"),
+    (dict(stop=[131]), "outside 0..130"), (dict(keys=[1]), "keys has 1 entries for 2"),
     (dict(keys=[1, 2**63]), "64 bits"),
 ])
 def test_bad_requests_are_refused(tiny, change, words):
@@ -2332,34 +2313,15 @@ def test_bad_weights_are_named(tiny):
     assert len(sampler.generate([[1, 2]], 2, 4, stop=[]).tokens[1]) == 4  # the next call starts clean
 
 
-def test_statistics_and_progress(tiny, capsys, monkeypatch):
-    result = Sampler(tiny, max_slots=4, verbose=True).generate([[1, 2, 3]] * 4, 1, [8, 16, 24, 32], stop=[])
-    assert result.n_tokens == 80 and result.steps == 32 and result.occupancy == 80 / (32 * 4)
-    assert result.prefill_tokens == 8 and result.preemptions == 0 and result.tok_per_s > 0
-    assert capsys.readouterr().out == ""  # a file gets a line every 10 s
-    monkeypatch.setattr(rollout, "QUIET_SECONDS", 0)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+def test_progress(tiny, capsys, monkeypatch):
     Sampler(tiny, verbose=True).generate([[1, 2, 3]], 1, 8, stop=[])
-    out = capsys.readouterr().out
-    assert "1 of 1 sequences, 8 tokens" in out and out.endswith("\n")
-
-
-def test_command_line(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "model"
-    Transformer(tiny_config(vocab_size=260, num_hidden_layers=1, eos_token_id=[256])).save_pretrained(folder)
-    Tokenizer.bytes().save(folder)
-
-    def command(*flags):
-        monkeypatch.setattr(sys, "argv", ["rollout.py", f"--model={folder}", "--prompt=Hi", "--device=cpu",
-                                          "--max-new-tokens=6", *flags])
-        rollout.main()
-        return capsys.readouterr()
-    done = command("--n=2", "--temperature=0.8", "--kv=fp8")
-    assert "---- 2 of 2" in done.out and "sampled in" in done.err
-    assert done.out == command("--n=2", "--temperature=0.8", "--kv=fp8").out
-    for wrong, words in [("--max-new-tokens=600", "512"), ("--temperature=-1", "temperature is -1")]:
-        with pytest.raises(SystemExit, match=words):
-            command(wrong)
+    assert capsys.readouterr().out == ""  # short rollouts are silent
+    monkeypatch.setattr(rollout, "QUIET_SECONDS", 0)
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+        Sampler(tiny, verbose=True).generate([[1, 2, 3]], 1, 8, stop=[])
+        out = capsys.readouterr().out
+        assert "1 of 1 sequences, 8 tokens" in out and out.endswith("\n")
 
 
 @needs_gpu
