@@ -2321,11 +2321,24 @@ def run(out, *flags):
     return [r for r in read_log(out) if r["kind"] == "step"]
 
 
-def start(out, *flags):
-    """The same in a process of its own."""
-    code = "import sys, test_fp8 as t; t.grpo.Example.reward = t.coin; t.train.main(sys.argv[1:])"
-    return subprocess.Popen([sys.executable, "-c", code, *TINY, f"--out={out}", *flags], cwd=HERE,
-                            stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+SCRIPT = f"""
+import os, runpy, signal, sys, zlib
+sys.path.insert(0, {str(HERE)!r})
+import grpo, rollout
+grpo.Example.reward = lambda self, completion: float(zlib.crc32(completion.encode()) % 2)    # coin
+HOOK
+runpy.run_path({str(HERE / "train.py")!r}, run_name="__main__")
+"""
+
+
+def start(out, *flags, ranks=0, hook=""):
+    """The same in a process of its own, or in several under torchrun. `hook`: code to run before it."""
+    script = Path(out).with_suffix(".py")
+    script.write_text(SCRIPT.replace("HOOK", hook))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] * (ranks > 0)
+    return subprocess.Popen([sys.executable, *torchrun, script, *TINY, f"--out={out}", *flags],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def newest(out):
@@ -3007,25 +3020,8 @@ def test_bare_machine(tmp_path):
 
 # ---- several ranks, under torchrun, with gloo on the CPU ---------------------------------------------------
 
-RANK = f"""
-import os, runpy, signal, sys, zlib
-sys.path.insert(0, {str(HERE)!r})
-import grpo, rollout
-grpo.Example.reward = lambda self, completion: float(zlib.crc32(completion.encode()) % 2)    # coin
-HOOK
-runpy.run_path({str(HERE / "train.py")!r}, run_name="__main__")
-"""
 SHORT = ["--sft-steps=0", "--prompts=5", "--samples=4", "--max-new-tokens=40", "--steps=1", "--warmup=0",
          "--micro-tokens=256", "--seed=2"]      # a seed of unequal rewards and lengths
-
-
-def torchrun(count, out, *flags, hook=""):
-    script = Path(out).with_suffix(".py")
-    script.write_text(RANK.replace("HOOK", hook))
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                             f"--nproc-per-node={count}", script, *TINY, f"--out={out}", *flags],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def finished(process, seconds=120):
@@ -3046,8 +3042,8 @@ def test_ranks_sample_and_learn_what_one_process_does(tmp_path, paid, capsys, co
     `bf16` what is rounded to BF16 belongs to one token, and sums over tokens are FP32: their order differs.
     """
     flags = [*SHORT, f"--precision={precision}"]
-    ranks = torchrun(count, tmp_path / "ranks", *flags)
-    again = torchrun(count, tmp_path / "again", *flags) if (count, precision) == (2, "fp8") else None
+    ranks = start(tmp_path / "ranks", *flags, ranks=count)
+    again = start(tmp_path / "again", *flags, ranks=count) if (count, precision) == (2, "fp8") else None
     one, = run(tmp_path / "one", *flags)
     sample = re.search("--- a completion .*", capsys.readouterr().out)[0]
     status, text, errors = finished(ranks)
@@ -3083,7 +3079,7 @@ def test_one_rank_goes_on_as_two_and_back(tmp_path, paid):
     hook = ("if os.environ['RANK'] == '1':\n"
             "    advantages = grpo.advantages\n"
             "    grpo.advantages = lambda *a: (os.kill(os.getpid(), signal.SIGINT), advantages(*a))[1]")
-    status, text, errors = finished(torchrun(2, out, *flags, "--steps=9", hook=hook))
+    status, text, errors = finished(start(out, *flags, "--steps=9", ranks=2, hook=hook))
     assert status == 0, errors
     assert "resumed from" in text and "interrupted after 2 steps, saved" in text
     steps = run(out, *flags, "--steps=3")
@@ -3103,11 +3099,11 @@ def test_a_rank_that_fails_ends_the_run(tmp_path, paid):
             "        result.logprobs[0][0] += 1\n"
             "        return result\n"
             "    rollout.Sampler.generate = disturbed")
-    start = time.time()
+    began = time.time()
     flags = [*SHORT, "--sft-steps=2", "--sft-batch=1", "--steps=0"]
     run(tmp_path / "one", *flags)
-    status, _, errors = finished(torchrun(2, tmp_path / "run", *flags, "--steps=1", hook=hook))
-    assert status != 0 and time.time() - start < 60
+    status, _, errors = finished(start(tmp_path / "run", *flags, "--steps=1", ranks=2, hook=hook))
+    assert status != 0 and time.time() - began < 60
     log = read_log(tmp_path / "run")
     assert len(log) == 4 and log == read_log(tmp_path / "one")[:4]
     assert re.findall("rank .: error.*", errors) == re.findall(
