@@ -2341,6 +2341,10 @@ def start(out, *flags, ranks=0, hook=""):
                             env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+def make_run(out, *flags):
+    return train.Run(train.parse([*TINY, f"--out={out}", *flags]))
+
+
 def newest(out):
     return Path(out) / train.checkpoints(out)[-1]
 
@@ -2423,7 +2427,7 @@ def test_killed_runs_go_on(tmp_path, paid):
 def test_killed_at_every_turn_of_a_save(tmp_path, paid):
     """Killed at each call that renames, removes or syncs, one by one: the newest checkpoint is whole."""
     run(tmp_path / "base", "--steps=1", "--save-every=1", "--keep=1")
-    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path / 'base'}", "--resume", "--keep=1"]))
+    trainer = make_run(tmp_path / 'base', "--resume", "--keep=1")
     trainer.restore()
     trainer.step, outcomes = 2, []
     for last in range(1, 99):
@@ -2470,7 +2474,7 @@ def test_full_disk_and_folders_that_cannot_be_written(tmp_path, paid, monkeypatc
     """The message says where and how much; the checkpoint before stays, and half a one does not."""
     out = tmp_path / "run"
     run(out, "--steps=1", "--save-every=1")
-    trainer = train.Run(train.parse([*TINY, f"--out={out}", "--resume"]))
+    trainer = make_run(out, "--resume")
     trainer.restore()
     trainer.step = 2
     size = (newest(out) / "optimizer.safetensors").stat().st_size
@@ -2550,7 +2554,7 @@ def test_gradients_that_stay_infinite_stop_the_run(tmp_path, paid, monkeypatch, 
         run(tmp_path, "--steps=9", "--save-every=1", "--keep=9")
     assert capsys.readouterr().out.count("had a non-finite gradient and was skipped") == 5
     assert read_log(tmp_path)[-1]["skipped"] == 5
-    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}", "--resume"]))
+    trainer = make_run(tmp_path, "--resume")
     trainer.optimizer.master["norm"][3], trainer.step = math.inf, 9
     with pytest.raises(RuntimeError, match="not finite"):
         trainer.save()
@@ -2707,8 +2711,8 @@ def test_means_groups_and_learning_rate(tmp_path, paid, monkeypatch, capsys):
     plain, other = (run(tmp_path / kind, *flags, kind) for kind in ("token", "completion"))
     assert plain[0]["reward"] == other[0]["reward"]
     assert plain[0]["grad_norm"] != other[0]["grad_norm"], "some end early"
-    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path / 'drop'}", "--drop-equal", "--updates=2",
-                                     "--warmup=4", "--lr-decay=0.5", "--steps=20"]))
+    flags = "--drop-equal", "--updates=2", "--warmup=4", "--lr-decay=0.5", "--steps=20"
+    trainer = make_run(tmp_path / "drop", *flags)
     result = types.SimpleNamespace(tokens=[[1], [2, 3], [4], [5], [6], [7]], finish=["stop"] * 6,
                                    logprobs=[torch.zeros(n) for n in (1, 2, 1, 1, 1, 1)])
     advantages = grpo.advantages([1, 0, 1, 1, 0, 0], 2)          # the first group alone has a gradient
@@ -2726,7 +2730,7 @@ def test_means_groups_and_learning_rate(tmp_path, paid, monkeypatch, capsys):
 
 def test_evaluation_counts_pass_at_k(tmp_path, monkeypatch, capsys):
     """Four held-out problems, three answers each; which are right is laid down here."""
-    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}", "--eval-samples=3", "--temperature=1.5"]))
+    trainer = make_run(tmp_path, "--eval-samples=3", "--temperature=1.5")
     rewards = [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
     verdicts = {e.prompt: itertools.cycle(given) for e, given in zip(trainer.task.heldout, rewards)}
     monkeypatch.setattr(grpo.Example, "reward", lambda example, text: next(verdicts[example.prompt]))
@@ -2868,7 +2872,7 @@ def test_peak_of_an_update_is_estimated(recompute):
 @needs_gpu
 def test_rollout_and_update_hand_memory_over(tmp_path, paid):
     """200 times to and fro, pages and graphs freed each time: after the first few, not a byte is added."""
-    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}", "--device=cuda", "--steps=200"]))
+    trainer = make_run(tmp_path, "--device=cuda", "--steps=200")
     trainer.update_needs, seen = 2**60, []                         # more than is ever free
     for trainer.step in range(200):
         train.grpo_step(trainer)
@@ -2921,7 +2925,7 @@ def test_reference_is_where_grpo_started(tmp_path, paid, monkeypatch, base):
 
 
 def test_steps_draw_fresh_noise_and_train_on_the_sampled_ids(tmp_path, paid):
-    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}", "--samples=8", "--temperature=1.5"]))
+    trainer = make_run(tmp_path, "--samples=8", "--temperature=1.5")
     examples = [trainer.problems(0, 1)[0]] * 3
     first = trainer.rollout([trainer.encode_prompt(e) for e in examples])
     assert len({tuple(t) for t in first.tokens}) > 20, "one prompt, 24 samples"
