@@ -641,7 +641,7 @@ def test_kernel_qk_norm_rope(H, G, D, dtype, norm):
 def test_fp8_kv_definition():
     """A power of two takes the largest value of a head to (224, 448]; codes times it are BF16 numbers. Beyond
     128 * 448 they saturate."""
-    x = (torch.randn(40, 3, 16) * torch.logspace(-8, 4, 40)[:, None, None]).bfloat16()
+    x = (torch.randn(40, 3, 16) * torch.logspace(-30, 4, 40)[:, None, None]).bfloat16()
     x[0, 0], x[1, 0], x[2, 0, :2], x[3, 0, 0] = 0, -448 * 2.0 ** 7, torch.tensor([450.0, -226]), torch.inf
     x[4, 0, :2] = torch.tensor([3e38, 64.0])
     codes, scales, values = model.quantize_heads_reference(x)
@@ -651,10 +651,11 @@ def test_fp8_kv_definition():
     assert not values[3, 0].isfinite().any() and not values[0, 0].any()
     rest = torch.ones(40, 3, dtype=torch.bool)
     rest[:5, 0] = False
-    assert (scales[rest].double().log2() % 1 == 0).all() and relative(values[rest], x[rest]) < 0.04
+    assert (scales[rest].double().log2() % 1 == 0).all()
     assert torch.equal(values[rest].double(), (codes.double() * scales.double()[..., None])[rest])
-    peak = (x.double().abs().amax(2) / scales.double())[rest]
-    assert (peak > 224).all() and (peak <= 448).all()
+    large = rest & (x.float().abs().amax(2) > 1e-9)
+    peak = (x.double().abs().amax(2) / scales.double())[large]
+    assert (peak > 224).all() and (peak <= 448).all() and relative(values[large], x[large]) < 0.04
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

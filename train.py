@@ -946,7 +946,9 @@ def record(run, rollout, rewards, batches, means, results, clock):
 
 def watch(run, r):
     """Say what a person should know who looks at the log later."""
-    run.silent = run.silent + 1 if r["grad_norm"] == 0 else 0
+    cfg = run.cfg
+    silent = cfg.drop_truncated and r["truncated"] == 1 or not cfg.kl and r["equal_groups"] == 1
+    run.silent = run.silent + 1 if silent else 0
     if run.silent in (3, 30, 300):
         print(f"warning: for {run.silent} steps every group had equal rewards or was left out: no gradient "
               f"(truncated {r['truncated']:.0%}: try --max-new-tokens, an easier task, more --sft-steps)")
