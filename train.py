@@ -326,7 +326,8 @@ class Ranks:
     """
 
     def __init__(self, device):
-        self.rank, self.count = int(os.environ.get("RANK", 0)) if world_size() > 1 else 0, world_size()
+        self.count = world_size()
+        self.rank = int(os.environ["RANK"]) if self.count > 1 else 0
         self.device = torch.device(device)
         if self.count > 1 and device == "cuda":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -502,9 +503,9 @@ class Run:
         hand_over(self.sampler, self.update_needs)
         return self.ranks.merge(rollout, cfg.samples)
 
-    def learning_rate(self, step, peak, steps):
+    def learning_rate(self, step):
         warm = min(1.0, (step + 1) / max(1, self.cfg.warmup))
-        return peak * warm * (1.0 - self.cfg.lr_decay * step / max(1, steps))
+        return self.cfg.lr * warm * (1.0 - self.cfg.lr_decay * step / self.cfg.steps)
 
     def supervised_step(self, step):
         """One AdamW step on the mean -log p of solutions. -> loss, finite flag, both still on the device."""
@@ -563,7 +564,7 @@ class Run:
         if not batch["tokens"]:                      # all dropped: nothing to learn, momentum must not act
             return seen[0], torch.zeros(()), torch.tensor(True)
         self.ranks.sum_(self.optimizer.grads)
-        norm, finite = self.optimizer.step(self.learning_rate(self.step, cfg.lr, cfg.steps), cfg.grad_clip)
+        norm, finite = self.optimizer.step(self.learning_rate(self.step), cfg.grad_clip)
         return torch.cat(seen), norm, finite
 
     def update_batches(self, prompts, rollout, advantages):
@@ -939,7 +940,7 @@ def record(run, rollout, rewards, batches, means, results, clock):
             "length_max": max(lengths), "truncated": rollout.finish.count("length") / len(lengths),
             **means,
             "grad_norm": results[-1][0].item(), "skipped": run.skipped, "tokens": sum(lengths),
-            "lr": run.learning_rate(run.step, cfg.lr, cfg.steps),
+            "lr": run.learning_rate(run.step),
             "t_rollout_s": t1 - t0, "rollout_tok_per_s": sum(lengths) / (t1 - t0),
             "t_train_s": t2 - t1, "train_tok_per_s": trained / (t2 - t1), "mem_gib": mem}
 
