@@ -441,7 +441,7 @@ def test_kernel_products_fuzz():
 
 
 @needs_kernels
-@pytest.mark.parametrize("M,C", [(1, 128), (3, 576), (130, 100)] + [(1153, 2560), (700, 9728)] * CUDA)
+@pytest.mark.parametrize("M,C", [(1, 128), (3, 576), (130, 100)] + [(1153, 2560), (700, 4096)] * CUDA)
 def test_kernel_fused_quantizers(M, C):
     """What norm and SwiGLU quantize in one kernel has the codes of what they would have written."""
     h, d, dy = (torch.randn(M, C).bfloat16().to(DEVICE) for _ in range(3))
