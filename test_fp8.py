@@ -2724,6 +2724,7 @@ def test_evaluation_counts_pass_at_k(tmp_path, monkeypatch, capsys):
     assert "accuracy now: 41.7% (pass@1), 75.0% (pass@3) of 4 problems, at temp" in capsys.readouterr().out
     for line in read_log(tmp_path):
         assert (line["accuracy"], line["pass_k"], line["samples"]) == (pytest.approx(5 / 12), 0.75, 3)
+        assert line["standard_error"] == pytest.approx(np.std([1 / 3, 1, 0, 1 / 3]) / 2)
     assert seen[0] == seen[1] and len(set(seen[0])) == 12
     assert max(seen[0]) < 0, "not the noise of any training sample"
 

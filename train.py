@@ -636,12 +636,13 @@ class Run:
         rewards, truncated = zip(*self.ranks.gather((rewards, rollout.finish.count("length"))))
         right, seconds = torch.tensor(sum(rewards, []), dtype=torch.float64).view(-1, k), time.time() - t0
         accuracy, some = right.mean().item(), right.amax(1).mean().item()
+        error = right.mean(1).std(correction=0).item() / math.sqrt(len(right))      # of the mean over problems
         passed = f"{accuracy:.1%}" + (f" (pass@1), {some:.1%} (pass@{k})" if k > 1 else "")
         how = f"at temperature {cfg.temperature:g}" if k > 1 else "greedy"
         print(f"held-out accuracy {when}: {passed} of {len(right)} problems, {how} ({seconds:.1f} s)")
-        self.log({"kind": "eval", "step": self.step, "accuracy": accuracy, "problems": len(right),
-                  "samples": k, "pass_k": some, "truncated": sum(truncated) / right.numel(),
-                  "seconds": seconds})
+        self.log({"kind": "eval", "step": self.step, "accuracy": accuracy, "standard_error": error,
+                  "problems": len(right), "samples": k, "pass_k": some,
+                  "truncated": sum(truncated) / right.numel(), "seconds": seconds})
 
     # ---- disk
 
