@@ -142,10 +142,10 @@ def parse(argv):
     fields, raw = dataclasses.fields(Config), argparse.RawDescriptionHelpFormatter
     parser = Parser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     for f in fields:
-        kind = (dict(action=argparse.BooleanOptionalAction) if f.type is bool else
-                dict(type=f.type, choices=f.metadata["choices"]))
+        takes = (dict(action=argparse.BooleanOptionalAction) if f.type is bool else
+                 dict(type=f.type, choices=f.metadata["choices"]))
         text = f"{f.metadata['help']} [{f.default}]"
-        parser.add_argument(flag(f.name), default=f.default, help=text, **kind)
+        parser.add_argument(flag(f.name), default=f.default, help=text, **takes)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0].split("=")[0], [flag(f.name) for f in fields], 1)
