@@ -312,7 +312,6 @@ class Countdown(Generated):
 
 OPERATORS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.Mult: Fraction.__mul__,
              ast.Div: Fraction.__truediv__}
-SYMBOLS = {r"\times": "*", r"\cdot": "*", "×": "*", r"\div": "/", "÷": "/"}
 
 
 def _arithmetic(node, numbers):
@@ -330,14 +329,12 @@ def _arithmetic(node, numbers):
 
 def countdown_reward(completion, gold):
     """1.0 if the answer has the gold's value and uses each of the gold's numbers exactly once, else 0.0."""
-    expression = spell(find_answer(completion) or "")
-    for symbol, operator in SYMBOLS.items():
-        expression = expression.replace(symbol, operator)
+    expression = (find_answer(completion) or "").strip()
     # A short text of ASCII digits, operators and brackets: bounds the parser's depth and every integer.
     if not re.fullmatch(r"[0-9+\-*/() ]{1,150}", expression):
         return 0.0
     try:
-        tree = ast.parse(expression.strip(), mode="eval")  # builds a tree, runs nothing
+        tree = ast.parse(expression, mode="eval")  # builds a tree, runs nothing
     except (SyntaxError, MemoryError):  # MemoryError is how some Python versions report deep nesting
         return 0.0
     target, _, given = gold.partition(":")
@@ -536,8 +533,8 @@ class Metrics:
     mean over their tokens, whatever their sizes. Sums stay where they are, mostly on the device.
     """
 
-    def __init__(self):
-        self.sums, self.counts = {}, {}
+    def __init__(self, names=()):
+        self.sums, self.counts = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
 
     def add(self, count, sums):
         for name, value in sums.items():

@@ -15,6 +15,7 @@ Hopper and their binaries inspected. Nothing is downloaded: models are random an
 Comparisons with transformers and tokenizers skip where those are not installed.
 """
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -60,7 +61,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
-needs_hopper = pytest.mark.skipif(not (CUDA and fp8.multiprocessors("cuda")), reason="needs a Hopper GPU")
 needs_kernels = pytest.mark.skipif(not (CUDA or fp8.INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
 cpu_only = pytest.mark.skipif(CUDA, reason="slow, and the same without a GPU: shown there")
 
@@ -73,9 +73,7 @@ def by_mode(plain, interpreted, gpu):
 # Relative error against FP64: a few roundings of 2^-24 or 2^-9 in a row.
 LIMIT = {FP32: 3e-6, BF16: 1.2e-2}
 DTYPES = by_mode([FP32, BF16], [FP32], [BF16])  # the interpreter multiplies BF16 as integers
-
-
-FUZZ = int(os.environ.get("FUZZ", by_mode(0, 6, 48)))  # cases of each test that draws its own
+FUZZ = int(os.environ.get("FUZZ", by_mode(0, 3, 48)))  # cases of each test that draws its own
 
 
 def same(a, b, what=""):
@@ -153,34 +151,7 @@ def test_quantizers_definition(shape):
     same(fp8.transpose_codes(blocks), blocks.t())
 
 
-def test_zero_blocks_stay_finite():
-    w, x = torch.zeros(256, 256), torch.randn(4, 256)
-    w[3, 5], x[2] = 1.0, 0.0
-    for codes, scales in (fp8.quantize_blocks(w), fp8.quantize_rows(x), fp8.quantize_cols(x)):
-        assert codes.float().isfinite().all() and scales.isfinite().all() and (scales > 0).all()
-    layer = Weight((256, 256), keep="codes")
-    layer.write(w)
-    x.requires_grad_()
-    y = fp8.linear(x, layer)
-    y.sum().backward()
-    assert (y[2] == 0).all() and all(t.isfinite().all() for t in (y, x.grad, layer.grad))
-
-
-def test_error_does_not_depend_on_size():
-    x = torch.randn(64, 256)
-    sizes = (1, 1e-9, 1e-11, 1e6)
-    errors = [relative(dequantize_rows(*fp8.quantize_rows(x * size)), x * size) for size in sizes]
-    assert max(errors) < 1.1 * min(errors), errors
-    layer, grads = weight(128, 256, keep="codes"), []
-    for size in (1.0, 1e-9):
-        a = x.clone().requires_grad_()
-        layer.grad = None
-        fp8.linear(a, layer).backward(torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) * size)
-        grads.append((a.grad / size, layer.grad / size))
-    assert relative(grads[0][0], grads[1][0]) < 1e-2 and relative(grads[0][1], grads[1][1]) < 1e-2
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_bad_values_reach_the_scale(bad):
     x = torch.randn(130, 300)
     x[129, 299] = bad
@@ -199,94 +170,57 @@ def test_any_amax_gives_448():
     assert scales.isfinite().all() and (scales >= fp8.AMAX_FLOOR / 448).all()
 
 
-def test_every_bf16_pattern():
-    """All 65,536: alone in a row, each its own amax; and beside 448, where codes are the nearest E4M3 values,
-    ties to even, found here by search."""
-    x = torch.arange(-2**15, 2**15).to(torch.int16).view(BF16)
-    finite = x.float().isfinite()
-    alone, scale = fp8.quantize_rows(x[:, None])
-    assert torch.equal(scale[0].isfinite(), finite) and (scale[0][finite] > 0).all()
-    error = (alone.float()[:, 0] * scale[0] - x.float())[finite].abs()
-    size = x.float()[finite].abs()
-    assert (error[size > 1e-12] <= 2e-7 * size[size > 1e-12]).all()
-    small = size <= 1e-12  # below the floor a step is one of E4M3 at that scale
-    assert (error[small] <= (size / 2**4).clamp(min=1e-12 / 448 / 2**10)[small]).all()
-    table = torch.arange(0, 127, dtype=torch.uint8).view(fp8.E4M3).double()  # 0 to 448, ascending
-    inside = x[finite & (x.float().abs() <= 448)]
-    codes, scale = fp8.quantize_rows(torch.stack([inside, torch.full_like(inside, 448)], dim=1))
-    assert (scale == 1).all()
-    size = inside.double().abs()
-    above = torch.searchsorted(table, size)
-    below = (above - 1).clamp(min=0)
-    left, right = size - table[below], table[above] - size
-    nearest = torch.where((left < right) | ((left == right) & (below % 2 == 0)), below, above)
-    assert torch.equal(codes.double()[:, 0].abs(), table[nearest])
-    for quantize in (fp8.quantize_cols, fp8.quantize_blocks):
-        codes, scale = quantize(x[finite].view(-1, 128))
-        assert codes.float().isfinite().all() and scale.isfinite().all() and (scale > 0).all()
-
-
-def test_views_equal_copies():
-    x = torch.randn(256, 400)
-    for view in (x.t(), x[:, ::2], x[:, 37:165], x[:1].expand(9, 400), x[::3]):
-        for mine, other in zip(fp8.quantize_rows_cols(view), fp8.quantize_rows_cols(view.contiguous())):
-            same(mine[0], other[0]), same(mine[1], other[1])
-        same(fp8.quantize_blocks(view)[0], fp8.quantize_blocks(view.contiguous())[0])
-
-
-def test_scales_that_differ_by_orders_of_magnitude():
-    """Neighbouring blocks 10^12 apart: any mix-up of scale indices, tiles or orientation shows."""
-    torch.manual_seed(0)
-    M, N, K = 7, 300, 576
-    steps = 10.0 ** (torch.arange(K) // 128 * 3)
-    x, w = torch.randn(M, K) * steps, torch.randn(N, K) / steps
-    w *= 10.0 ** (torch.arange(N) // 128 * 6)[:, None]
-    (a, s), (b, t) = fp8.quantize_rows(x), fp8.quantize_blocks(w)
-    left, right = dequantize_rows(a, s).double(), fp8.dequantize_blocks(b, t).double().t()
-    want, size = left @ right, left.abs() @ right.abs()
-    assert ((fp8.fprop(a, s, b, t, None, FP32).double() - want).abs() <= 1e-6 * size).all()
-
-
-@pytest.mark.parametrize("M", [0, 1, 127, 129, 512, 641, 1153])
+@pytest.mark.parametrize("M", [0, 1, 127, 129, 641])
 def test_gradients_against_fp64(M):
-    """All three products within the quantization error; sizes differ by 10^4 between blocks and tokens."""
+    """All three products within the quantization error; sizes differ by orders between blocks and tokens."""
     torch.manual_seed(M)
     N, K = 192, 576
-    x = (torch.randn(M, K) * 10.0 ** (torch.arange(K) // 128)).requires_grad_()
+    step = lambda n: 10.0 ** (torch.arange(n) // 128)
+    x = (torch.randn(M, K) * step(K)).requires_grad_()
     w, b = weight(N, K, keep="codes", dtype=FP32), weight(N, dtype=FP32)
-    w.write(torch.randn(N, K) * 10.0 ** -(torch.arange(K) // 128))
+    w.write(torch.randn(N, K) / step(K) * step(N)[:, None] ** 3)
     y = fp8.linear(x, w, b)
-    dy = torch.randn(M, N) * 10.0 ** (4 * torch.rand(M, 1) - 4)
+    dy = torch.randn(M, N) * 10.0 ** (4 * torch.rand(M, 1) - 4) / step(N) ** 3
     y.backward(dy)
     assert y.shape == (M, N)
     x64, w64, dy64 = x.detach().double(), w.full().double(), dy.double()
     if M == 0:
         assert (w.grad == 0).all() and x.grad.shape == (0, K)
         return
-    assert relative(y, x64 @ w64.t() + b.full().double()) < 0.04
-    for j in range(0, K, 128):  # each block on its own: a scale taken from its neighbour would be off by 10
-        block = slice(j, min(j + 128, K))
+    # Each block on its own: a scale taken from its neighbour would be off by 10 or more.
+    for j in range(0, N, 128):
+        block = slice(j, j + 128)
+        assert relative(y[:, block], x64 @ w64[block].t() + b.full().double()[block]) < 0.04
+    for j in range(0, K, 128):
+        block = slice(j, j + 128)
         assert relative(x.grad[:, block], dy64 @ w64[:, block]) < 0.04
-        assert relative(w.grad[:, block], dy64.t() @ x64[:, block]) < 0.06
+        for i in range(0, N, 128):
+            rows = slice(i, i + 128)
+            assert relative(w.grad[rows, block], dy64[:, rows].t() @ x64[:, block]) < 0.06
     assert relative(b.grad, dy64.sum(0)) < 1e-5
 
 
-@pytest.mark.parametrize("use_fp8", [False, True])
-def test_fused_layers_against_autograd(use_fp8):
-    """norm_linear, swiglu_linear and norm against torch's autograd on the same formula in FP64."""
-    T, C, F = 70, 192, 320
-    keep = "codes" if use_fp8 else "data"
-    up, down = (weight(*s, keep=keep, scale=s[1] ** -0.5, dtype=FP32) for s in ((2 * F, C), (C, F)))
-    norms, bias = [weight(C, dtype=FP32) for _ in range(2)], weight(2 * F, dtype=FP32)
-    leaves = [torch.randn(T, C, requires_grad=True) for _ in range(2)]
-    probe = torch.randn(2, T, C)
+@pytest.mark.parametrize("use_fp8", [True] + by_mode([False], [], [False]))
+def test_kernel_fused_layers_against_autograd(use_fp8):
+    """norm_linear, swiglu_linear and norm against autograd on the formula in FP64; the same bits twice."""
+    (T, C, F), results = by_mode((70, 192, 320), (70, 128, 72), (70, 192, 320)), []
+    on = dict(dtype=by_mode(FP32, BF16, BF16), device=DEVICE)
+    limit = 0.08 if use_fp8 else by_mode(1e-5, None, 0.02)
 
     def rmsnorm(x, w):
         return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w
 
-    h, y = fp8.norm_linear(*leaves, norms[0], 1e-6, up, bias, fp8=use_fp8)
-    h, y = fp8.norm(h, fp8.swiglu_linear(y, down, fp8=use_fp8), norms[1], 1e-6)
-    (h * probe[0] + y * probe[1]).sum().backward()
+    for _ in range(by_mode(2, 1, 2)):
+        torch.manual_seed(0)
+        keep = "codes" if use_fp8 else "data"
+        up, down = (weight(*s, keep=keep, scale=s[1] ** -0.5, **on) for s in ((2 * F, C), (C, F)))
+        norms, bias = [weight(C, **on) for _ in range(2)], weight(2 * F, **on)
+        leaves = [torch.randn(T, C).to(**on).requires_grad_() for _ in range(2)]
+        probe = torch.randn(2, T, C).to(**on)
+        h, y = fp8.norm_linear(*leaves, norms[0], 1e-6, up, bias, fp8=use_fp8)
+        h, y = fp8.norm(h, fp8.swiglu_linear(y, down, fp8=use_fp8), norms[1], 1e-6)
+        torch.autograd.backward((h, y), tuple(probe))
+        results.append([h, y] + [x.grad for x in leaves + [up, down, *norms, bias]])
 
     exact = [x.detach().double().requires_grad_() for x in leaves]
     params = [w.full().double().requires_grad_() for w in (up, down, *norms, bias)]
@@ -294,29 +228,10 @@ def test_fused_layers_against_autograd(use_fp8):
     gate, value = (rmsnorm(h64, params[2]) @ params[0].t() + params[4]).chunk(2, -1)
     h64 = h64 + (torch.nn.functional.silu(gate) * value) @ params[1].t()
     y64 = rmsnorm(h64, params[3])
-    (h64 * probe[0] + y64 * probe[1]).sum().backward()
-
-    limit = 0.08 if use_fp8 else 1e-5
-    assert relative(h, h64) < limit and relative(y, y64) < limit
-    for mine, other in zip(leaves + [up, down, *norms, bias], exact + params):
-        assert relative(mine.grad, other.grad) < limit
-
-
-def test_weight_writes_in_place_and_forward_follows():
-    x = torch.randn(3, 256)
-    for keep, fp in (("codes", True), ("data", False), ("both", True), ("both", False)):
-        w = weight(128, 256, keep=keep)
-        before, places = fp8.linear(x, w, fp8=fp), [b.data_ptr() for b in w.buffers()]
-        new = w.full()
-        new[0, 0] += 1
-        w.write(new)
-        fresh = Weight((128, 256), keep=keep)
-        fresh.write(new)
-        assert places == [b.data_ptr() for b in w.buffers()]
-        assert not torch.equal(before, fp8.linear(x, w, fp8=fp))
-        same(fp8.linear(x, w, fp8=fp), fp8.linear(x, fresh, fp8=fp))
-    with pytest.raises(ValueError, match="keeps no codes"):
-        fp8.linear(x, weight(128, 256), fp8=True)
+    torch.autograd.backward((h64, y64), tuple(probe.double()))
+    for mine, again, other in zip(results[0], results[-1], [h64, y64] + [x.grad for x in exact + params]):
+        same(mine, again, "a second time")
+        assert relative(mine, other) < limit
 
 
 def make_optimizer(keep="codes", betas=(0.9, 0.95), decay=0.1, states=FP32):
@@ -377,43 +292,29 @@ def test_stochastic_rounding_has_no_bias():
 @pytest.mark.parametrize("keep", ["codes", "data", "both"])
 def test_adamw_in_bf16_follows_fp32(keep):
     """Steps of 1/50 of the distance between BF16 numbers: on average masters move as in FP32, where rounding
-    to nearest would hold them. And a run resumed half way ends with the same bits."""
-    runs = {}
-    for states in (FP32, BF16, "resumed"):
-        weights, mine, start = make_optimizer(keep, decay=0.0, states=BF16 if states == "resumed" else states)
-        full = {name: torch.rand(x.shape) + 1 for name, x in start.items()}  # steps of BF16: 1/128
-        mine.load(full.items())
-        for step in range(40):
-            if states == "resumed" and step == 20:
-                mine.load_state(saved)
-            elif states == "resumed" and step < 20:
-                continue
-            elif states == BF16 and step == 20:
-                saved = {name: x.clone() for name, x in mine.state().items()}
-            for name, w in weights.items():
-                generator = torch.Generator().manual_seed(step)
-                w.add_grad(torch.ones(w.shape) + torch.randn(w.shape, generator=generator))
-            mine.step(1 / 128 / 50, 1e9)
-        runs[states] = mine.state(), weights
-    (exact, _), (mine, weights), (again, twin) = runs.values()
-    for name, x in mine.items():
-        same(again[name], x, name)
+    to nearest would hold them."""
+    runs = []
+    for states in (FP32, BF16):
+        weights, optimizer, start = make_optimizer(keep, decay=0.0, states=states)
+        optimizer.load([(name, torch.rand(x.shape) + 1) for name, x in start.items()])  # steps of BF16: 1/128
+        for _ in range(40):
+            for w in weights.values():
+                w.add_grad(torch.ones(w.shape) + torch.randn(w.shape))
+            optimizer.step(1 / 128 / 50, 1e9)
+        runs.append(optimizer.state())
+    exact, mine = runs
     for name in ("m.w", "v.w"):
         assert mine[name].dtype == BF16 and relative(mine[name], exact[name]) < 0.02
         assert abs((mine[name].double().mean() / exact[name].double().mean()).item() - 1) < 2e-3
-    moved = [(x["master.w"].double().mean() - 1.5) for x in (mine, exact)]
+    moved = [x["master.w"].double().mean() - 1.5 for x in (mine, exact)]
     assert abs(moved[0] - moved[1]) < 3 * (1 / 128) * (40 / 12 / 57600) ** 0.5 + 1e-5, moved
-    for name, w in weights.items():
-        for a, b in zip(w.buffers(), twin[name].buffers()):
-            same(a, b, name)
-        if w.data is not None:
-            same(w.data, mine[f"master.{name}"])
-        else:
-            same(w.codes, fp8.quantize_blocks(mine[f"master.{name}"])[0])
+    if weights["w"].data is not None:
+        same(weights["w"].data, mine["master.w"])
+    else:
+        same(weights["w"].codes, fp8.quantize_blocks(mine["master.w"])[0])
     other = make_optimizer(keep)[1]
     other.load_state(mine)  # FP32 states from BF16 ones: the same values
-    for name in weights:
-        same(other.master[name], mine[f"master.{name}"].float())
+    same(other.master["w"], mine["master.w"].float())
 
 
 # ============================================================================================================
@@ -442,33 +343,8 @@ if fp8.INTERPRET:
 
     interpreter._convert_float, interpreter._patch_lang_tensor = cast_as_torch, patch_index
 
-SHAPES = [(1, 128), (7, 576), (130, 100), (33, 192), (129, 300)] + [(4097, 4096), (1153, 2560)] * CUDA
-
-
 def both(x):
     return x.to(DEVICE), x.cpu()
-
-
-@needs_kernels
-@pytest.mark.parametrize("M,K", SHAPES)
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_kernel_quantizers(M, K, dtype):
-    x = torch.randn(M, K) * torch.logspace(-8, 3, M)[:, None] * torch.logspace(-2, 2, K)
-    x[M // 2], x[0, K // 2] = 0, float("nan")
-    x[M - 1, K - 1] = float("inf")
-    device, host = both(x.to(dtype))
-    for mine, other in zip(fp8.quantize_rows_cols(device),
-                           (fp8.quantize_rows_reference(host), fp8.quantize_cols_reference(host))):
-        same(mine[0], other[0], "codes"), same(mine[1], other[1], "scales")
-    for mine, other in zip(fp8.quantize_rows(device) + fp8.quantize_cols(device),
-                           fp8.quantize_rows_reference(host) + fp8.quantize_cols_reference(host)):
-        same(mine, other)
-    codes, scales = fp8.quantize_blocks(device)
-    for mine, other in zip((codes, scales), fp8.quantize_blocks_reference(host)):
-        same(mine, other, "blocks")
-    same(fp8.transpose_codes(codes), codes.t())
-    device, host = both(x.to(dtype).t())
-    same(fp8.quantize_rows(device)[0], fp8.quantize_rows_reference(host)[0], "a transposed view")
 
 
 @needs_kernels
@@ -483,43 +359,6 @@ def test_kernel_casts_round_like_torch():
     device, host = both(x)
     for mine, other in zip(fp8.quantize_rows(device), fp8.quantize_rows_reference(host)):
         same(mine, other)
-
-
-def random_codes(M, K, N):
-    x, w = torch.randn(M, K) * 10.0 ** torch.randn(M, 1), torch.randn(N, K)
-    x *= 10.0 ** (torch.arange(K) // 128 % 4)
-    w *= 10.0 ** -(torch.arange(K) // 128 % 4)
-    return fp8.quantize_rows_reference(x), fp8.quantize_blocks_reference(w)
-
-
-def moved(pair):
-    """(codes, scales) on the device, with the strides that they have."""
-    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=DEVICE).copy_(t) for t in pair]
-
-
-@needs_kernels
-@pytest.mark.parametrize("M,N,K", [(1, 192, 576), (70, 130, 300), (130, 99, 64)] + [(999, 1111, 4096)] * CUDA)
-def test_kernel_fprop_and_dgrad(M, N, K):
-    x, w = random_codes(M, K, N)
-    bias = torch.randn(N).bfloat16()
-    mine = fp8.fprop(*moved(x), *moved(w), bias=bias.to(DEVICE), dtype=FP32)
-    other = fp8.fprop_reference(*x, *w, bias, FP32)
-    assert relative(mine, other) < 1e-3
-    turned = fp8.transpose_codes(w[0].to(DEVICE)), w[1].to(DEVICE).t()
-    dy = fp8.quantize_rows_reference(torch.randn(M, N))
-    other = fp8.fprop_reference(*dy, w[0].t(), w[1].t(), None, FP32)
-    assert relative(fp8.fprop(*moved(dy), *turned), other) < 1e-2  # BF16 output
-
-
-@needs_kernels
-@pytest.mark.parametrize("M,N,K", [(1, 192, 576), (129, 130, 100)] + [(1153, 1111, 4096)] * CUDA)
-def test_kernel_wgrad(M, N, K):
-    dy, x = torch.randn(M, N) * 10.0 ** torch.randn(M, 1), torch.randn(M, K)
-    dyt, xt, out = fp8.quantize_cols_reference(dy), fp8.quantize_cols_reference(x), torch.ones(N, K)
-    mine = out.to(DEVICE, copy=True)
-    fp8.wgrad(*moved(dyt), *moved(xt), mine)
-    fp8.wgrad_reference(*dyt, *xt, out)
-    assert relative(mine, out) < 1e-3
 
 
 def wild(rows, cols, height):
@@ -537,7 +376,7 @@ def cut(pair, rows, cols=0):
 
 def close_to_fp64(mine, x, w, start, what):
     """mine = start + x w^T within the tensor core's short sums and a BF16 rounding; x, w: FP64 values."""
-    limit = 2.0 ** -10 * (x.abs() @ w.abs().t()) + 2.0 ** -22 * start.abs()
+    limit = 2.0 ** -10 * (x.abs() @ w.abs().t()) + 2.0 ** -22 * abs(start)
     want = start + x @ w.t()
     if mine.dtype == BF16:
         limit += 2.0 ** -8 * want.abs()
@@ -547,16 +386,29 @@ def close_to_fp64(mine, x, w, start, what):
 
 @needs_kernels
 def test_kernel_products_fuzz():
-    """FUZZ random shapes, scales and views. Weights of a new shape are compiled: few shapes, and any M."""
+    """FUZZ random shapes, scales and views: any tile and number of rows gives the same bits, close to FP64.
+    Weights of a new shape are compiled: few shapes, and any M."""
     rng, (most, top) = random.Random(0), (1500, 3000) if CUDA else (150, 400)
-    hopper = [fp8.HOPPER] * bool(CUDA and fp8.multiprocessors(DEVICE))
-    tiles = [(16, 64, True, 4, 3), (128, 128, False, 8, 3), *hopper, *(hopper and fp8.DECODE_TILES)]
+    tiles = [(16, 64, True, 4, 3), (128, 128, False, 8, 3)]
     weights = [(200, 23 * 128, 0, 128, 0)]  # a view of scales that does not lie on 16 bytes, as TMA wants it
     weights += [(rng.randint(1, most), rng.randint(1, top), rng.choice((0, 128)), rng.choice((0, 128)), i % 2)
                 for i in range(2 + FUZZ // 500)]
+    if CUDA:
+        tiles += [(32, 64, True, 4, 8), (64, 64, True, 4, 8)]
+        weights += [(20_000, 80, 0, 0, 1), (1000, 12_288, 0, 0, 1)]  # many tiles of one block, many blocks
+    hopper = [fp8.HOPPER] * bool(CUDA and fp8.multiprocessors(DEVICE))
+    tiles += [*hopper, *(hopper and fp8.DECODE_TILES)]
 
     def values(codes, scales):
         return codes.double() * scales.t().double().repeat_interleave(128, 1)[:, :codes.shape[1]]
+
+    def product(x, w, bias, tiles, x64, w64, what):
+        mine = fp8.fprop(*x, *w, bias)
+        for tile in tiles:
+            same(mine, fp8.fprop(*x, *w, bias, tile=tile), f"{what}, tile {tile}")
+        m = rng.randint(1, len(mine))
+        same(mine[:m], fp8.fprop(x[0][:m], x[1][:, :m], *w, bias), f"{what}, its first {m} rows")
+        close_to_fp64(mine, x64, w64, 0.0 if bias is None else bias.double(), what)
 
     for case in range(FUZZ):
         torch.manual_seed(case)
@@ -567,12 +419,12 @@ def test_kernel_products_fuzz():
         x = cut(fp8.quantize_rows(wild(M + skip_x, K, 1)), skip_x)
         codes, scales = fp8.quantize_blocks(wild(N + skip_n, K + skip_k, 128))
         w = codes[skip_n:, skip_k:], scales[skip_n // 128:, skip_k // 128:]
+        w64 = fp8.dequantize_blocks(*w).double()
         bias = torch.randn(N, device=DEVICE).bfloat16() if biased else None
-        mine = fp8.fprop(*x, *w, bias)
-        for tile in tiles:
-            same(mine, fp8.fprop(*x, *w, bias, tile=tile), f"{what}, tile {tile}")
-        start = torch.zeros(N, device=DEVICE) if bias is None else bias
-        close_to_fp64(mine, values(*x), fp8.dequantize_blocks(*w).double(), start.double(), what)
+        product(x, w, bias, tiles, values(*x), w64, what)
+        dy = fp8.quantize_rows(wild(M, N, 1))
+        turned = fp8.transpose_codes(w[0]), w[1].t()
+        product(dy, turned, None, tiles[:1] + hopper, values(*dy), w64.t(), "dX, " + what)
 
         dyt = cut(fp8.quantize_cols(wild(N + skip_n, M + skip_x, 1).t()), skip_n, skip_x // 128 * 128)
         xt = cut(fp8.quantize_cols(wild(K + skip_k, M + skip_x, 1).t()), skip_k, skip_x // 128 * 128)
@@ -587,57 +439,39 @@ def test_kernel_products_fuzz():
 
 
 @needs_kernels
-@pytest.mark.parametrize("M,C", [(1, 128), (3, 576), (20, 300)] + [(1153, 2560), (700, 4096)] * CUDA)
-@pytest.mark.parametrize("delta", [False, True])
-def test_kernel_norm(M, C, delta):
-    h, d, dy = (torch.randn(M, C).bfloat16() for _ in range(3))
-    w, host_w = Weight((C,), device=DEVICE), Weight((C,))
-    values = torch.rand(C) + 0.5
-    w.write(values.to(DEVICE)), host_w.write(values)
-    args = h.to(DEVICE), d.to(DEVICE) if delta else None, w, 1e-6
-    h_new, rstd, y = fp8.norm_forward(*args, quantize=False)
-    h_ref, rstd_ref, y_ref = fp8.norm_reference(h, d if delta else None, host_w.data, 1e-6)
-    same(h_new, h_ref, "residual sum")
-    assert relative(rstd, rstd_ref) < 1e-6 and relative(y, y_ref) < 1e-3  # a rounding may go the other way
-    # The quantizing kernel is another binary, its sum of squares may differ in the last bit: its rstd counts.
-    h_new, rstd, codes = fp8.norm_forward(*args, quantize=True)
-    for mine, other in zip(codes, fp8.quantize_rows(fp8.norm_output_reference(h_new, rstd, w.data))):
-        same(mine, other, "the fused quantizer")
-    y2 = fp8.norm_output_reference(h_new, rstd, w.data)
-    for mine, other in zip(fp8.norm_operand(h_new, rstd, w, 1e-6, cols=True), fp8.quantize_cols(y2)):
-        same(mine, other, "the operand of WGrad")
-    dx = fp8.norm_backward(dy.to(DEVICE), d.to(DEVICE), h_new, rstd, w)
-    dx_ref, dw_ref = fp8.norm_backward_reference(dy, d, h_ref, rstd_ref, host_w.data)
-    assert relative(dx, dx_ref) < 1e-3 and relative(w.grad, dw_ref) < 1e-5
-
-
-@needs_kernels
-@pytest.mark.parametrize("M,K", [(1, 128), (70, 192), (130, 100)] + [(1153, 9728)] * CUDA)
-def test_kernel_swiglu(M, K):
-    gate_up, dy = (torch.randn(M, 2 * K) * 4).bfloat16(), torch.randn(M, K).bfloat16()
+@pytest.mark.parametrize("M,C", [(1, 128), (3, 576), (130, 100)] + [(1153, 2560), (700, 4096)] * CUDA)
+def test_kernel_fused_quantizers(M, C):
+    """What norm and SwiGLU quantize in one kernel has the codes of what they would have written."""
+    h, d, dy = (torch.randn(M, C).bfloat16().to(DEVICE) for _ in range(3))
+    w = weight(C, device=DEVICE)
+    w.write(w.full().abs())                        # so that zeros of the padding are no -0
+    for delta in (None, d):
+        h_new, rstd, codes = fp8.norm_forward(h, delta, w, 1e-6, quantize=True)
+        same(h_new, h if delta is None else h + d, "residual sum")
+        y = fp8.norm_output_reference(h_new, rstd, w.data)
+        for mine, other in zip((*codes, *fp8.norm_operand(h_new, rstd, w, 1e-6, cols=True)),
+                               (*fp8.quantize_rows(y), *fp8.quantize_cols(y))):
+            same(mine, other, "norm")
+    gate_up = (torch.randn(M, 2 * C) * 4).bfloat16()
     gate_up[0, 0], gate_up[0, 1] = -200.0, 200.0
     device, host = both(gate_up)
     y = fp8.swiglu_forward(device, quantize=False)
+    (grad, product), (again, operand) = (fp8.swiglu_backward(dy, device, cols=cols) for cols in (False, True))
+    for mine, other in zip((*fp8.swiglu_forward(device, quantize=True), *operand, product, again),
+                           (*fp8.quantize_rows(y), *fp8.quantize_cols(y), y, grad)):
+        same(mine, other, "SwiGLU")
     assert relative(y, fp8.swiglu_reference(host)) < 1e-3
-    for mine, other in zip(fp8.swiglu_forward(device, quantize=True), fp8.quantize_rows(y)):
-        same(mine, other, "the fused quantizer")
-    grad, y2 = fp8.swiglu_backward(dy.to(DEVICE), device, cols=False)
-    same(y2, y, "the product, computed again")
-    grad2, operand = fp8.swiglu_backward(dy.to(DEVICE), device, cols=True)
-    same(grad2, grad)
-    for mine, other in zip(operand, fp8.quantize_cols(y)):
-        same(mine, other, "the operand of WGrad")
-    assert relative(grad, fp8.swiglu_backward_reference(dy, host)) < 2e-3
+    assert relative(grad, fp8.swiglu_backward_reference(dy.cpu(), host)) < 2e-3
 
 
 @needs_kernels
 def test_kernel_fuzz_quantizers():
-    """Random numbers of tokens, strides and sizes of values, with zeros, NaN and Inf among them: every kernel
-    that writes codes, to the bit. Widths are few, because for each the kernels are compiled."""
+    """Random numbers of tokens, strides and sizes of values, with zeros, NaN and Inf among them, to the bit.
+    Widths are few, because for each the kernels are compiled."""
     rng = random.Random(0)
     for case in range(FUZZ):
         torch.manual_seed(case)
-        M = int(2 ** rng.uniform(0, 9.5 if CUDA else 6))
+        M = int(2 ** rng.uniform(0, 9.5 if CUDA else 8))
         C = rng.choice((72, 576, 1300) if CUDA else (72, 200))
         dtype, kind = rng.choice((BF16, BF16, FP32)), rng.choice(("plain", "columns", "transposed"))
         what = case, M, C, dtype, kind
@@ -652,24 +486,9 @@ def test_kernel_fuzz_quantizers():
         pairs = {"rows": (fp8.quantize_rows(device), rows), "columns": (fp8.quantize_cols(device), cols),
                  "first rows": (fp8.quantize_rows(device[:n]), (rows[0][:n], rows[1][:, :n]))}
         pairs["both, rows"], pairs["both, columns"] = zip(fp8.quantize_rows_cols(device), (rows, cols))
-        if M >= 140:
+        if M >= 140 or fp8.INTERPRET:  # one shape to compile
             pairs["blocks"] = fp8.quantize_blocks(device[:140]), fp8.quantize_blocks_reference(host[:140])
             same(fp8.transpose_codes(rows[0][:140].to(DEVICE)), rows[0][:140].t(), what)
-        if dtype == BF16:
-            w, d = Weight((C,), device=DEVICE), torch.randn(M, C).to(DEVICE, dtype)
-            w.write((torch.rand(C) + 0.5).to(DEVICE))
-            h, rstd, codes = fp8.norm_forward(device, d, w, 1e-6, quantize=True)
-            y = fp8.norm_output_reference(h.cpu(), rstd.cpu(), w.data.cpu())
-            pairs["norm"] = codes, fp8.quantize_rows_reference(y)
-            pairs["norm, columns"] = (fp8.norm_operand(h, rstd, w, 1e-6, cols=True),
-                                      fp8.quantize_cols_reference(y))
-            gate_up = (torch.randn(M, 2 * C) * 4).to(DEVICE, dtype)
-            y = fp8.swiglu_forward(gate_up, quantize=False)
-            grad, product = fp8.swiglu_backward(d, gate_up, cols=False)
-            grad2, operand = fp8.swiglu_backward(d, gate_up, cols=True)
-            same(product, y, what), same(grad2, grad, what)
-            pairs["swiglu"] = fp8.swiglu_forward(gate_up, quantize=True), fp8.quantize_rows_reference(y.cpu())
-            pairs["swiglu, columns"] = operand, fp8.quantize_cols_reference(y.cpu())
         for name, (mine, other) in pairs.items():
             same(mine[0], other[0], (*what, name)), same(mine[1], other[1], (*what, name))
 
@@ -698,44 +517,15 @@ def test_kernel_adamw(keep, dtype, max_norm, monkeypatch):
             for w in weights.values():
                 w.add_grad(torch.randn(w.shape).to(device))
             optimizer.step(1e-2, max_norm)
-        weights["b"].grad[5] = float("nan")
+        weights["b"].grad[5] = math.nan
         assert not optimizer.step(1e-2, max_norm)[1] and not optimizer.grads.any()
-        states.append((optimizer, weights))
-    monkeypatch.undo()
-    (mine, weights), (other, _) = states
-    for name, x in mine.state().items():
-        if max_norm > 1:  # not clipped: no sum, whose order is the device's own
-            same(x, other.state()[name], name)
-        assert relative(x, other.state()[name]) < 1e-6
-    for name, w in weights.items():
-        fresh = Weight(w.shape, device=DEVICE, keep=keep if name == "w" else "data")
-        fresh.write(mine.master[name])
-        for a, b in zip(w.buffers(), fresh.buffers()):
-            same(a, b, name)
-
-
-@needs_kernels
-@pytest.mark.parametrize("use_fp8", [True] + [False] * CUDA)
-def test_kernel_layers_end_to_end(use_fp8, monkeypatch):
-    """Forward and backward through all fused layers, kernels against references, and the same bits twice."""
-    T, C, F, results = 70, 128, 72, []
-    for device in (DEVICE, DEVICE, "cpu"):
-        if len(results) == 2:
-            monkeypatch.setattr(fp8, "use_kernels", lambda x: False)
-        torch.manual_seed(0)
-        keep = "codes" if use_fp8 else "data"
-        up, down, out = (weight(*s, keep=keep, scale=0.1, device=device)
-                         for s in ((2 * F, C), (C, F), (C, C)))
-        norm_w, bias = (weight(n, scale=0.1, device=device) for n in (C, 2 * F))
-        h, d = (torch.randn(T, C).bfloat16().to(device).requires_grad_() for _ in range(2))
-        h_new, y = fp8.norm_linear(h, d, norm_w, 1e-6, up, bias, fp8=use_fp8)
-        z = fp8.linear(fp8.swiglu_linear(y, down, fp8=use_fp8), out, fp8=use_fp8)
-        h_new, y = fp8.norm(h_new, z, norm_w, 1e-6)
-        (y.float() * torch.randn(T, C).to(device)).sum().backward()
-        results.append([h_new, y, h.grad, d.grad] + [w.grad for w in (up, down, out, norm_w, bias)])
-    for mine, again, other in zip(*results):
-        same(mine, again, "a second run")
-        assert relative(mine, other) < 0.05
+        states.append((optimizer.state(), weights["w"].buffers()))
+    (mine, buffers), (other, other_buffers) = states
+    for name, x in mine.items():
+        assert relative(x, other[name]) < 1e-6
+    if max_norm > 1:  # not clipped: no sum, whose order is the device's own
+        for a, b in zip([*mine.values(), *buffers], [*other.values(), *other_buffers]):
+            same(a, b)
 
 
 @needs_gpu
@@ -836,15 +626,14 @@ def test_fp8_kv_definition():
     x[4, 0, :2] = torch.tensor([3e38, 64.0])
     codes, scales, values = model.quantize_heads_reference(x)
     assert codes.dtype == fp8.E4M3 and scales.dtype == FP32 and values.dtype == BF16
-    finite = torch.ones(40, 3, dtype=torch.bool)
-    finite[3, 0] = False
-    assert (scales[finite].double().log2() % 1 == 0).all() and not values[3, 0].isfinite().any()
     assert scales[1, 0] == 2 ** 7 and scales[2, 0] == 2, "448 fits exactly, 450 takes the next power of two"
     assert values[4, 0, :2].tolist() == [57344, 64] and scales[4, 0] == 128
-    exact = codes.double() * scales.double()[..., None]
-    assert torch.equal(values[finite].double(), exact[finite])
-    finite[4, 0] = False
-    large = finite & (x.float().abs().amax(2) > 1e-9)
+    assert not values[3, 0].isfinite().any() and not values[0, 0].any()
+    rest = torch.ones(40, 3, dtype=torch.bool)
+    rest[:5, 0] = False
+    assert (scales[rest].double().log2() % 1 == 0).all()
+    assert torch.equal(values[rest].double(), (codes.double() * scales.double()[..., None])[rest])
+    large = rest & (x.float().abs().amax(2) > 1e-9)
     peak = (x.double().abs().amax(2) / scales.double())[large]
     assert (peak > 224).all() and (peak <= 448).all() and relative(values[large], x[large]) < 0.04
 
@@ -1186,97 +975,6 @@ def test_every_kernel_builds_for_hopper(background, module):
 # ============================================================================================================
 
 
-@pytest.mark.parametrize("keep", ["codes", "data"])
-def test_rows_are_exact(keep):
-    """A row's bits depend on neither the number of rows nor their order: the contract, by the references."""
-    up, down, norm_w = weight(384, 576, keep=keep), weight(192, 192, keep=keep), weight(576)
-    bias, fp = weight(384), keep == "codes"
-    h, delta = torch.randn(300, 576).bfloat16(), torch.randn(300, 576).bfloat16()
-
-    def run(rows):
-        h_new, y = fp8.norm_linear(h[rows], delta[rows], norm_w, 1e-6, up, bias, fp8=fp)
-        z = fp8.swiglu_linear(y, down, fp8=fp)
-        return torch.cat((h_new, z, fp8.norm(h_new, None, norm_w, 1e-6)[1]), 1)
-
-    full = run(torch.arange(300))
-    for M in (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 299):
-        rows = torch.randperm(300)[:M]
-        same(run(rows), full[rows], f"M={M}")
-
-
-@needs_gpu
-@pytest.mark.parametrize("N,K", [(192, 576), (4096, 4096), (1000, 12288)])
-def test_kernel_bits_do_not_depend_on_tile_or_rows(N, K):
-    x, w = (moved(t) for t in random_codes(300, K, N))
-    full = fp8.fprop(*x, *w, tile=(128, 128, False, 8, 4))
-    for M in (1, 7, 16, 64, 65, 300):
-        part = moved((x[0][:M], x[1][:, :M]))
-        part[1] = fp8.empty_scales(x[1].shape[0], M, "cuda").copy_(x[1][:, :M])
-        swapped = [(tokens, 64, True, 4, stages) for tokens in (16, 32, 64) for stages in (3, 8)]
-        for tile in swapped + [(128, 128, False, 8, 3), None]:
-            for _ in range(3):  # more than once: a race in the pipeline would show here
-                same(fp8.fprop(*part, *w, tile=tile), full[:M], f"M={M} tile={tile}")
-
-
-@needs_hopper
-@pytest.mark.parametrize("N,K", [(136, 80), (1001, 1040), (4096, 2048)])
-def test_hopper_kernel_fprop_bits(N, K):
-    """product_kernel has fprop_kernel's bits: from one block to more than stages, from fewer tiles than
-    multiprocessors to several for each; ragged edges, bias, DGrad."""
-    for M in (1, 3, 257, 700, 5000):
-        x, w = (moved(t) for t in random_codes(M, K, N))
-        bias, turned = torch.randn(N, device="cuda").bfloat16(), w[1].t().contiguous().t()
-        for scales, b, dtype in ((w[1], None, BF16), (turned, bias, BF16), (w[1], bias, FP32)):
-            plain = fp8.fprop(*x, w[0], scales, b, dtype, tile=(128, 128, False, 8, 4))
-            for _ in range(3):  # more than once: a race between loads and products would show here
-                same(fp8.fprop(*x, w[0], scales, b, dtype, tile=fp8.HOPPER), plain, f"M={M}")
-
-
-@needs_hopper
-@pytest.mark.parametrize("tile", fp8.DECODE_TILES)
-@pytest.mark.parametrize("N,K,dtype", [(1001, 2064, FP32), (20000, 80, BF16)])
-def test_decode_kernel_bits(N, K, dtype, tile):
-    """decode_kernel has fprop_kernel's bits, whatever M leaves of a tile (few rows, tiles that overlap), over
-    many stages, of which K fills the last in part, or over many tiles of one block."""
-    for M in (1, 8, 17, 67, 130, 300):
-        x, (codes, scales) = (moved(t) for t in random_codes(M, K, N))
-        bias = torch.randn(N, device="cuda").bfloat16()
-        scales = scales.t().contiguous().t() if dtype == FP32 else scales  # as in DGrad
-        plain = fp8.fprop(*x, codes, scales, bias, dtype, tile=(128, 128, False, 8, 4))
-        for _ in range(3):  # more than once: a race between loads and products would show here
-            same(fp8.fprop(*x, codes, scales, bias, dtype, tile=tile), plain, f"M={M}")
-
-
-@needs_hopper
-@pytest.mark.parametrize("N,K", [(136, 80), (257, 1001), (2048, 6144)])
-def test_hopper_kernel_wgrad_bits(N, K):
-    for M in (1, 300, 640, 8192):
-        dyt, xt = (fp8.quantize_cols(torch.randn(M, n, device="cuda")) for n in (N, K))
-        plain = torch.randn(N, K, device="cuda")
-        start = plain.clone()
-        fp8.wgrad(*dyt, *xt, plain, tile=(8, 4))
-        for _ in range(3):
-            out = start.clone()
-            fp8.wgrad(*dyt, *xt, out, tile=fp8.HOPPER)
-            same(out, plain, f"M={M}")
-
-
-@needs_hopper
-@pytest.mark.parametrize("tile", [fp8.HOPPER, *fp8.DECODE_TILES])
-def test_hopper_kernel_in_a_graph(tile):
-    """Captured and replayed: nothing of it depends on the host."""
-    x, w = (moved(t) for t in random_codes(700, 1024, 2000))
-    plain = fp8.fprop(*x, *w, tile=(128, 128, False, 8, 4))
-    fp8.fprop(*x, *w, tile=tile)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = fp8.fprop(*x, *w, tile=tile)
-    for _ in range(2):
-        y.zero_()
-        graph.replay()
-        same(y, plain)
-
-
 def page_pool(values, lengths, seed=0):
     """`values` (T, G, ...) on pages at random places, huge numbers elsewhere -> cache, table (B, max)."""
     rng, device = random.Random(seed), values[0].device
@@ -1488,8 +1186,6 @@ def test_config_accepts(tmp_path, changes, theta, scaling):
     (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e6))), "rope_parameters"),
     (dict(rope_scaling=dict(type="yarn", factor=4.0)), "'yarn'"),
     (dict(rope_scaling=dict(rope_type="linear", factor=4.0)), "'linear'"),
-    (dict(rope_scaling=dict(rope_type="dynamic", factor=4.0)), "'dynamic'"),
-    (dict(rope_scaling=dict(rope_type="warp9")), "'warp9'"),
     (dict(rope_scaling=dict(rope_type="llama3", type="yarn")), "rope_type is 'llama3' in one place"),
     (dict(rope_scaling=dict(factor=4.0)), "factor"),
     (dict(rope_scaling=dict(LLAMA3, high_freq_factor=1.0)), "high_freq_factor"),
@@ -1509,7 +1205,7 @@ def test_config_accepts(tmp_path, changes, theta, scaling):
     (dict(intermediate_size=4.5), "intermediate_size"),
     (dict(tie_word_embeddings="yes"), "tie_word_embeddings"),
     (dict(num_key_value_heads=3), "multiple of"), (dict(head_dim=15), "head_dim 15 is odd"),
-    (dict(rms_norm_eps=float("nan")), "rms_norm_eps"), (dict(eos_token_id="2"), "eos_token_id"),
+    (dict(rms_norm_eps=math.nan), "rms_norm_eps"), (dict(eos_token_id="2"), "eos_token_id"),
 ])
 def test_config_refuses(tmp_path, changes, words):
     with pytest.raises(ValueError) as error:
@@ -1518,52 +1214,18 @@ def test_config_refuses(tmp_path, changes, words):
     assert words in message and "config.json" in message and message.count("\n") < 2
 
 
-@cpu_only
-def test_config_fuzz(tmp_path):
-    """Any value in any field: a config or a ValueError that names the file, never another exception."""
-    rng = random.Random(0)
-    values = [None, True, False, 0, 1, -1, 2**70, 1.5, float("nan"), float("inf"), "x", "", [], [1], ["x"],
-              {}, {"a": 1}, {"rope_type": "llama3"}, {"rope_type": ["x"]}, {"rope_theta": "x"}, {"type": {}}]
-    names = [*SIZES, *model.INERT, "model_type", "rope_scaling", "rope_parameters", "layer_types",
-             "attention_bias", "eos_token_id"]
-    for _ in range(1000):
-        try:
-            changes = {rng.choice(names): rng.choice(values) for _ in range(rng.randint(1, 3))}
-            config = config_of(tmp_path, **changes)
-            assert config.inv_freq().shape == (config.head_dim // 2,)
-        except ValueError as error:
-            assert "config.json" in str(error)
-
-
 def test_eos_ids_are_the_union(tmp_path):
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 7]})
     write_json(tmp_path / "tokenizer_config.json", {"eos_token": {"content": "<|endoftext|>"}})
     write_json(tmp_path / "tokenizer.json", {"model": {"vocab": {}}, "added_tokens": [
         {"id": 9, "content": "<|endoftext|>"}]})
     assert config_of(tmp_path, eos_token_id=5).eos_token_id == [9, 5, 7]  # the template's first
-    assert config_of(tmp_path, eos_token_id=[1]).to_dict()["eos_token_id"] == [9, 1, 5, 7]
     write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<eos>"})
     with pytest.raises(ValueError, match="<eos>"):
         config_of(tmp_path)
     write_json(tmp_path / "tokenizer.json", {"added_tokens": 7, "model": []})
     with pytest.raises(ValueError, match="tokenizer_config.json"):
         config_of(tmp_path)
-
-
-@pytest.mark.parametrize("scaling", [None, LLAMA3], ids=["default", "llama3"])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
-def test_config_and_frequencies_equal_transformers(tmp_path, kind, scaling):
-    """transformers reads our config.json to the same frequencies, bit for bit, and we read what it writes."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-    ours = config_of(tmp_path, model_type=kind, rope_scaling=scaling, rope_theta=5e5, eos_token_id=[3, 4],
-                     head_dim=12 if kind == "qwen2" else 16)
-    write_json(tmp_path / "config.json", ours.to_dict())
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert theirs.eos_token_id == [3, 4] and theirs.num_key_value_heads == 2
-    assert torch.equal(LlamaRotaryEmbedding(theirs).inv_freq, ours.inv_freq())
-    theirs.save_pretrained(tmp_path)
-    assert Config.from_folder(tmp_path) == ours
 
 
 def random_weights(config, dtype=BF16, seed=0):
@@ -1651,37 +1313,6 @@ def test_weight_faults(tmp_path, words):
     assert words in message and str(tmp_path) in message and message.count("\n") < 2
 
 
-@cpu_only
-def test_header_mutations(tmp_path):
-    """Random changes of a safetensors header: refused with the file named, or read; nothing else."""
-    config = config_of(tmp_path, num_hidden_layers=1)
-    save_file(random_weights(config), tmp_path / "model.safetensors")
-    good = (tmp_path / "model.safetensors").read_bytes()
-    rng, length = random.Random(0), struct.unpack("<Q", good[:8])[0]
-    for _ in range(600):
-        data = bytearray(good)
-        for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(8 + length) if rng.random() < 0.9 else rng.randrange(8)
-            data[at] = rng.choice([rng.randrange(256), *b'0123456789{}[],":'])
-        (tmp_path / "model.safetensors").write_bytes(data)
-        try:
-            list(model.read_tensors(tmp_path, config))
-        except (ValueError, FileNotFoundError) as error:
-            assert str(tmp_path) in str(error)
-
-
-def test_write_refuses_a_wrong_set_and_leaves_nothing(tmp_path):
-    config = config_of(tmp_path)
-    save_file(random_weights(config), tmp_path / "model.safetensors")
-    ours = dict(model.read_tensors(tmp_path, config))
-    for pairs, words in [(list(ours.items())[1:], "embedding"), ([("x", ours["norm"])], "tensor x"),
-                         ([*ours.items(), ("norm", ours["norm"])], "second tensor norm"),
-                         ([("norm", ours["embedding"])], r"norm has shape \(131, 48\)")]:
-        with pytest.raises(ValueError, match=words):
-            model.write_tensors(tmp_path / "out", config, pairs)
-        assert not (tmp_path / "out").exists()
-
-
 # family, changes of transformers' config, dtype in the file, sharded, RoPE in its older place
 VARIATIONS = [
     ("Qwen2", {}, BF16, True, True),
@@ -1762,22 +1393,20 @@ def test_models_refuse_what_they_cannot_compute(tmp_path):
 
 def test_folder_from_name(tmp_path, monkeypatch):
     assert model.folder_from_name(str(tmp_path)) == str(tmp_path)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
-    with pytest.raises(FileNotFoundError, match="hf download Some/Model --local-dir Model"):
-        model.folder_from_name("Some/Model")
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        model.folder_from_name(str(tmp_path / "nowhere"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file"):
-        model.folder_from_name(str(tmp_path / "file"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
+    for name, fault, words in [("Some/Model", FileNotFoundError, "hf download Some/Model --local-dir Model"),
+                               (str(tmp_path / "nowhere"), FileNotFoundError, "no folder"),
+                               (str(tmp_path / "file"), ValueError, "is a file")]:
+        with pytest.raises(fault, match=words):
+            model.folder_from_name(name)
 
     def download(name, allow_patterns):
         if name == "Some/Missing":
             raise OSError("404 Client Error\nlong text")
-        return str(tmp_path / allow_patterns[0])
-    hub = types.SimpleNamespace(snapshot_download=download)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    assert model.folder_from_name("Some/Model").startswith(str(tmp_path))
+        return "downloaded"
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
+    assert model.folder_from_name("Some/Model") == "downloaded"
     with pytest.raises(FileNotFoundError, match=r"404 Client Error\):\n.*hf download Some/Missing") as error:
         model.folder_from_name("Some/Missing")
     assert "long text" not in str(error.value)
@@ -1815,7 +1444,7 @@ def random_strings(n, seed=0):
                       for pool in rng.choices(pools, k=rng.randint(1, 12)))
 
 
-def trained_tokenizer(folder, split="qwen", normalizer=True, strings=False, **changes):
+def trained_tokenizer(folder, split="qwen"):
     """A small BPE trained here, with the pre-tokenizer of a family -> the file as tokenizers reads it."""
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -1823,9 +1452,9 @@ def trained_tokenizer(folder, split="qwen", normalizer=True, strings=False, **ch
     first = {"qwen": lambda: pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated"),
              "llama": lambda: pre_tokenizers.Split(Regex(LLAMA_SPLIT), "isolated"),
              "digits": lambda: pre_tokenizers.Digits(individual_digits=True)}.get(split)
-    t = tokenizers.Tokenizer(models.BPE(ignore_merges=changes.get("ignore_merges", False)))
+    t = tokenizers.Tokenizer(models.BPE(ignore_merges=split == "llama"))
     t.pre_tokenizer = pre_tokenizers.Sequence([first(), level]) if first else level
-    t.normalizer = normalizers.NFC() if normalizer else None
+    t.normalizer = normalizers.NFC() if split in ("qwen", "gpt2") else None
     t.decoder = decoders.ByteLevel()
     t.train_from_iterator(CORPUS, trainers.BpeTrainer(
         vocab_size=460, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
@@ -1834,8 +1463,11 @@ def trained_tokenizer(folder, split="qwen", normalizer=True, strings=False, **ch
                   AddedToken("ガス", normalized=True), AddedToken("<thinking>", normalized=True)])
     t.save(str(folder / "tokenizer.json"))
     raw = json.loads((folder / "tokenizer.json").read_text())
-    if strings:
+    if split == "llama":  # merges as strings, and ids that do not follow them
         raw["model"]["merges"] = [" ".join(pair) for pair in raw["model"]["merges"]]
+        ids = list(raw["model"]["vocab"].values())
+        random.Random(0).shuffle(ids)
+        raw["model"]["vocab"] = dict(zip(raw["model"]["vocab"], ids))
     write_json(folder / "tokenizer.json", raw)
     write_json(folder / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -1852,7 +1484,7 @@ def assert_equal_ids(ours, theirs, strings):
 
 @pytest.mark.parametrize("split", ["qwen", "llama", "gpt2", "digits", "none"])
 def test_tokenizer_equals_tokenizers(tmp_path, split, monkeypatch):
-    theirs = trained_tokenizer(tmp_path, split, normalizer=split in "qwen gpt2", strings=split == "llama")
+    theirs = trained_tokenizer(tmp_path, split)
     monkeypatch.setattr(socket, "socket", None)  # nothing goes online
     ours = Tokenizer.from_pretrained(tmp_path)
     assert ours.eos_ids == [theirs.token_to_id("<|im_end|>")] and ours.vocab_size == theirs.get_vocab_size()
@@ -1861,28 +1493,6 @@ def test_tokenizer_equals_tokenizers(tmp_path, split, monkeypatch):
         assert ours.decode(ours.encode(text)) == (unicodedata.normalize("NFC", text) if ours._nfc else text)
     ours.save(tmp_path / "out")
     assert Tokenizer.from_pretrained(tmp_path / "out").encode(CORPUS[0]) == ours.encode(CORPUS[0])
-
-
-def test_ids_need_not_follow_the_merges(tmp_path):
-    """Ids from the vocabulary, order of merging from the merges; the list may be complete (Llama 3)."""
-    trained_tokenizer(tmp_path, "llama", normalizer=False, ignore_merges=True)
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    raw = json.loads((tmp_path / "tokenizer.json").read_text())
-    vocab, added = raw["model"]["vocab"], {t["content"] for t in raw["added_tokens"]}
-    ids = list(vocab.values())
-    random.Random(0).shuffle(ids)
-    raw["model"]["vocab"] = vocab = dict(zip(vocab, ids))
-    write_json(tmp_path / "tokenizer.json", raw)
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    strings = [*STRINGS, *CORPUS, *random_strings(400)]
-    assert_equal_ids(Tokenizer.from_pretrained(tmp_path), theirs, strings)
-    order = ["".join(pair) for pair in raw["model"]["merges"]]
-    order = order[:150] + order[:149:-1]  # now some halves come after what they make
-    raw["model"]["merges"] = [(t[:i], t[i:]) for t in order for i in range(1, len(t))
-                              if t[:i] in vocab and t[i:] in vocab and t not in added]
-    write_json(tmp_path / "tokenizer.json", raw)
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert_equal_ids(Tokenizer.from_pretrained(tmp_path), theirs, strings)
 
 
 @pytest.mark.parametrize("path, value, words", [
@@ -1917,8 +1527,8 @@ def test_tokenizer_refuses(tmp_path, path, value, words):
     assert "tokenizer.json" in str(error.value)
 
 
-def mutations(value, rng, junk):
-    """A copy of a JSON value with one node replaced, removed or repeated."""
+def mutated_json(value, rng, junk):
+    """A copy of a JSON value with one node replaced or removed."""
     value = json.loads(json.dumps(value))
     at = value
     while True:
@@ -1928,34 +1538,53 @@ def mutations(value, rng, junk):
         at = at[key]
     if rng.random() < 0.3:
         del at[key]
-    elif isinstance(at, list) and rng.random() < 0.3:
-        at.append(at[key])
     else:
         at[key] = rng.choice(junk)
     return value
 
 
+def mutated_bytes(data, rng, end):
+    data = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        data[rng.randrange(end)] = rng.choice([rng.randrange(256), *b'0123456789{}[],":\\\n'])
+    return bytes(data)
+
+
+JUNK = [None, True, False, 0, -1, 2**70, 1.5, math.nan, math.inf, "", "x", "ab", [], [1], ["x"], {}, {"a": 1},
+        {"type": "NFC"}, {"rope_type": ["x"]}, {"rope_theta": "x"}, ["a", "b"], "\ud800"]
+
+
 @cpu_only
-def test_tokenizer_fuzz():
-    """A tokenizer.json with a broken node: refused with the file named, or it encodes and decodes."""
-    rng, source = random.Random(0), Tokenizer.bytes().files["tokenizer.json"]
-    base = {char: byte for byte, char in enumerate(model.BYTE_TO_CHAR)}
-    source["model"] |= {"vocab": base | {"ab": 260, "abc": 261}, "merges": [["a", "b"], ["ab", "c"]]}
-    source["normalizer"] = {"type": "NFC"}
-    junk = [None, True, 0, -1, 2**70, 1.5, float("nan"), "", "x", "ab", [], [1], {}, {"type": "NFC"},
-            ["a", "b"], "\ud800"]
-    refused = 0
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "rows.jsonl"])
+def test_files_with_random_faults(tmp_path, name):
+    """Refused in a line or two that name the file, or read; never another exception."""
+    config = config_of(tmp_path, num_hidden_layers=1, layer_types=["full_attention"], rope_scaling=LLAMA3,
+                       rope_parameters={"rope_theta": 1e6}, eos_token_id=[3], **dict.fromkeys(model.INERT))
+    save_file(random_weights(config), tmp_path / "model.safetensors")
+    raw = Tokenizer.bytes().files["tokenizer.json"]
+    raw["model"]["vocab"] |= {"ab": 260, "abc": 261}
+    raw["model"] |= {"merges": [["a", "b"], ["ab", "c"]]}
+    write_json(tmp_path / "tokenizer.json", raw | {"normalizer": {"type": "NFC"}})
+    write(tmp_path / "rows.jsonl", *(row(f"{i} + {i}?", f"sum\n#### {i + i:,}") for i in range(600, 604)))
+    read = {"config.json": lambda: Config.from_folder(tmp_path).inv_freq(),
+            "tokenizer.json": lambda: Tokenizer.from_pretrained(tmp_path).encode("abc é<|user|>"),
+            "model.safetensors": lambda: list(model.read_tensors(tmp_path, config)),
+            "rows.jsonl": lambda: [e.reward("#### " + e.gold) for e in grpo.load_jsonl(path)]}[name]
+    rng, path, refused = random.Random(0), tmp_path / name, 0
+    good = path.read_bytes()
+    end = 8 + struct.unpack("<Q", good[:8])[0] if name == "model.safetensors" else len(good)
     for _ in range(600):
-        files = {"tokenizer.json": mutations(source, rng, junk)}
-        if rng.random() < 0.3:
-            files["tokenizer.json"] = mutations(files["tokenizer.json"], rng, junk)
+        if name.endswith(".json"):
+            write_json(path, mutated_json(json.loads(good), rng, JUNK))
+        else:
+            path.write_bytes(mutated_bytes(good, rng, end))
         try:
-            tokenizer = Tokenizer(files, [256], where="here/tokenizer.json")
-            tokenizer.decode(tokenizer.encode("abc é<|user|>"))
-        except ValueError as error:
+            result = read()
+            assert name != "rows.jsonl" or all(result), "a gold that no completion can earn"
+        except (ValueError, FileNotFoundError) as error:
             refused += 1
-            assert "here/tokenizer.json" in str(error) and str(error).count("\n") < 2, error
-    assert refused > 120
+            assert str(tmp_path) in str(error) and str(error).count("\n") < 2, error
+    assert 100 < refused < 600
 
 
 def test_merges_that_tiktoken_cannot_represent():
@@ -2032,6 +1661,9 @@ def test_chat_equals_transformers(tmp_path, place, template, thinking):
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
                 "bos_token": "<|endoftext|>"}
     if place == "file":
+        (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+        with pytest.raises(ValueError, match="chat_template.jinja is not UTF-8"):
+            Tokenizer.from_pretrained(tmp_path)
         (tmp_path / "chat_template.jinja").write_text(template)
         settings["chat_template"] = "the file comes first"
     else:
@@ -2063,13 +1695,6 @@ def test_chat_template_faults(template, words):
         Tokenizer(files, [256]).chat(CHATS[0])
 
 
-def test_chat_template_in_another_encoding(tmp_path):
-    Tokenizer.bytes().save(tmp_path)
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="chat_template.jinja is not UTF-8"):
-        Tokenizer.from_pretrained(tmp_path)
-
-
 # ============================================================================================================
 # 5  Tasks, reward, loss
 # ============================================================================================================
@@ -2079,66 +1704,56 @@ ANSWERS = [
     # where the answer is
     ("7 * 6 = 42\n#### 42", "42", 1), ("Hence \\boxed{42}.", "42", 1), ("#### 42\r\nDone.", "42", 1),
     ("the answer is 42", "42", 0), ("1 2 3 4 5 6", "6", 0), ("", "42", 0), (" #### 42", "42", 0),
-    ("x #### 42", "42", 0), ("####42", "42", 1), ("#### 41\n#### 42\nok", "42", 1),
-    ("#### 42\n####", "42", 0), ("#### Plan\nadd\n#### 42", "42", 1), ("#### 42\n\\boxed{41}", "42", 0),
-    ("\\boxed{42}\n#### 41", "42", 1), ("#### 42" + "\nand so on" * 500, "42", 1), ("#### ,", "42", 0),
-    ("#### 42 43", "42", 0), ("\\boxed{41} no, \\boxed{42}", "42", 1),
+    ("####42", "42", 1), ("#### 41\n#### 42\nok", "42", 1), ("#### 42\n####", "42", 0),
+    ("#### 42\n\\boxed{41}", "42", 0), ("\\boxed{42}\n#### 41", "42", 1),
     ("\\boxed{42} no, \\boxed{41}", "42", 0), ("\\boxed{}", "42", 0), ("\\boxed{42} \\boxed{4", "42", 1),
-    ("\\boxed{42", "42", 0), ("\\boxed 42", "42", 0), ("\\boxed", "42", 0),
-    ("\\boxed{42} and \\boxed{}", "42", 0), ("\\fbox{42}", "42", 1), ("\\boxed {42}", "42", 1),
-    ("\\boxed{\\boxed{42}}", "42", 1), ("\\boxed{1 \\boxed{42}", "42", 1), ("} { \\boxed{42} {", "42", 1),
-    ("\\boxed{\\{1\\}}", "\\{1\\}", 1), ("\\\\boxed{42}", "42", 1), ("$$\\boxed{42}$$", "42", 1),
+    ("\\boxed{42", "42", 0), ("\\boxed 42", "42", 0), ("\\boxed{42} and \\boxed{}", "42", 0),
+    ("\\fbox{42}", "42", 1), ("\\boxed {42}", "42", 1), ("\\boxed{\\boxed{42}}", "42", 1),
+    ("\\boxed{1 \\boxed{42}", "42", 1), ("} { \\boxed{42} {", "42", 1), ("\\\\boxed{42}", "42", 1),
+    ("\\boxed{\\{1\\}}", "\\{1\\}", 1),
     # think blocks
     ("<think>\\boxed{41}</think>\\boxed{42}", "42", 1), ("<think>\\boxed{42}</think> 42", "42", 0),
     ("<think>\\boxed{42}", "42", 0), ("\\boxed{42}<think>hm", "42", 0), ("hm \\boxed{42}</think>", "42", 0),
-    ("hm</think>\n#### 42", "42", 1), ("<think>#### 41\n</think>\n#### 42", "42", 1),
-    ("\\boxed{42}<think>\\boxed{41}</think>", "42", 1), ("<think><think></think>\\boxed{42}", "42", 1),
-    ("\\boxed{42}<think></think> hm</think>", "42", 0),
+    ("hm</think>\n#### 42", "42", 1), ("\\boxed{42}<think>\\boxed{41}</think>", "42", 1),
+    ("<think><think></think>\\boxed{42}", "42", 1), ("\\boxed{42}<think></think> hm</think>", "42", 0),
     # numbers
     ("\\boxed{1,234}", "1234", 1), ("\\boxed{1234}", "1,234", 1), ("\\boxed{12,34}", "1234", 0),
     ("\\boxed{1,234,56}", "123456", 0), ("\\boxed{0,123}", "123", 0),
     ("\\boxed{1\\,234{,}567}", "1234567", 1), ("\\boxed{1,\\!234}", "1234", 1), ("\\boxed{1 234}", "1234", 0),
     ("\\boxed{1,234.50}", "1234.5", 1), ("\\boxed{042}", "42", 1), ("\\boxed{42.}", "42", 1),
-    ("\\boxed{42.0}", "42", 1), ("\\boxed{.5}", "1/2", 1), ("\\boxed{42.5}", "42", 0),
-    ("\\boxed{420}", "42", 0), ("\\boxed{142}", "42", 0), ("\\boxed{-0}", "0", 1), ("\\boxed{-42}", "-42", 1),
+    ("\\boxed{.5}", "1/2", 1), ("\\boxed{42.5}", "42", 0), ("\\boxed{420}", "42", 0), ("\\boxed{-0}", "0", 1),
     ("\\boxed{42}", "-42", 0), ("\\boxed{\u221242}", "-42", 1), ("#### - 42", "-42", 1),
     ("\\boxed{+42}", "42", 1), ("\\boxed{\\pm 42}", "42", 0), ("\\boxed{--42}", "42", 0),
-    ("\\boxed{-}", "0", 0), ("\\boxed{\uff14\uff12}", "42", 0), ("\\boxed{inf}", "42", 0),
-    ("\\boxed{nan}", "0", 0), ("\\boxed{4e1}", "40", 0), ("\\boxed{0x2a}", "42", 0),
-    ("\\boxed{False}", "0", 0), ("\\boxed{two}", "2", 0), ("\\boxed{4_2}", "42", 0),
+    ("\\boxed{-}", "0", 0), ("\\boxed{\uff14\uff12}", "42", 0), ("\\boxed{nan}", "0", 0),
+    ("\\boxed{4e1}", "40", 0), ("\\boxed{0x2a}", "42", 0), ("\\boxed{4_2}", "42", 0),
     ("\\boxed{18446744073709551617}", "18446744073709551616", 0), ("\\boxed{10^{10^{10}}}", "10", 0),
     # money, units, marks
     ("#### $42", "42", 1), ("#### -$42", "-42", 1), ("#### $-42", "-42", 1), ("\\boxed{\\$42.00}", "42", 1),
     ("\\boxed{42 €}", "42", 1), ("#### **42**", "42", 1), ("#### $42$.", "42", 1),
-    ("\\boxed{\\(42\\)}", "42", 1), ("\\boxed{42\\%}", "42", 1), ("\\boxed{4200\\%}", "42", 0),
-    ("\\boxed{0.42}", "42\\%", 0), ("#### 42%", "42", 1), ("\\boxed{42^\\circ}", "42", 1),
+    ("\\boxed{\\(42\\)}", "42", 1), ("\\boxed{42\\%}", "42", 1), ("\\boxed{0.42}", "42\\%", 0),
     ("\\boxed{42^{\\circ}}", "42", 1), ("\\boxed{42\u00b0}", "42", 1), ("\\boxed{42 \\text{ m}^2}", "42", 1),
     ("\\boxed{42\\,\\mathrm{cm}}", "42", 1), ("#### 42 miles per hour", "42", 1), ("#### 42 km/h", "42", 1),
     ("\\boxed{\\text{42}}", "42", 1), ("\\boxed{42x}", "42", 0), ("\\boxed{42 x}", "42", 0),
-    ("\\boxed{42\\pi}", "42", 0), ("\\boxed{42 pi}", "42", 0), ("\\boxed{42!}", "42", 0),
-    ("#### 42 thousand", "42", 0), ("\\boxed{41 \\text{ or } 42}", "42", 0), ("\\boxed{42 or more}", "42", 0),
-    ("\\boxed{41, 42}", "42", 0), ("#### 42 and a half", "42", 0), ("#### 40 + 2", "42", 0),
+    ("\\boxed{42 pi}", "42", 0), ("\\boxed{42!}", "42", 0), ("#### 42 thousand", "42", 0),
+    ("\\boxed{41 \\text{ or } 42}", "42", 0), ("\\boxed{41, 42}", "42", 0), ("#### 42 and a half", "42", 0),
     ("\\boxed{40+2}", "42", 0),
     # fractions
     ("\\boxed{\\frac{3}{4}}", "0.75", 1), ("\\boxed{0.75}", "\\frac34", 1),
     ("\\boxed{6/8}", "\\tfrac{3}{4}", 1), ("\\boxed{\\dfrac 3 4}", "3/4", 1),
     ("\\boxed{-\\frac{3}{4}}", "-0.75", 1), ("\\boxed{\\frac{-3}{4}}", "-3/4", 1),
     ("\\boxed{\\frac{\\frac{3}{2}}{2}}", "3/4", 1), ("\\boxed{\\frac{1}{3}}", "0.3333333333333333", 0),
-    ("\\boxed{1\\frac34}", "7/4", 1), ("\\boxed{-1\\frac34}", "-7/4", 1), ("\\boxed{1 3/4}", "1.75", 1),
-    ("\\boxed{1 3/4}", "1", 0), ("\\boxed{1\\frac43}", "7/3", 0), ("\\boxed{3/0}", "3", 0),
-    ("\\boxed{3/0}", "0", 0), ("\\boxed{\\frac{0}{0}}", "0", 0), ("\\boxed{1/2/2}", "1/4", 0),
-    ("\\boxed{\\frac{1,000}{4}}", "250", 1), ("\\boxed{\\frac{1}{3^{99}}}", "\\frac{1}{3^{98}}", 0),
-    ("\\boxed{0}", "\\frac{1}{3^{99}}", 0),
+    ("\\boxed{-1\\frac34}", "-7/4", 1), ("\\boxed{1 3/4}", "1.75", 1), ("\\boxed{1 3/4}", "1", 0),
+    ("\\boxed{1\\frac43}", "7/3", 0), ("\\boxed{3/0}", "3", 0), ("\\boxed{\\frac{0}{0}}", "0", 0),
+    ("\\boxed{1/2/2}", "1/4", 0), ("\\boxed{\\frac{1,000}{4}}", "250", 1),
+    ("\\boxed{\\frac{1}{3^{99}}}", "\\frac{1}{3^{98}}", 0),
     # text
     ("\\boxed{\\text{Ada}}", "Ada", 1), ("#### Ada", "\\text{Ada}", 1), ("\\boxed{Ada}", "Adam", 0),
     ("\\boxed{y^{3} - 1}", "y^3-1", 1), ("\\boxed{y^{31}}", "y^31", 0), ("\\boxed{\\sqrt{3}}", "\\sqrt3", 1),
-    ("\\boxed{\\left[0, \\dfrac12\\right)}", "[0,\\frac{1}{2})", 1), ("\\boxed{(1,2)}", "(1,3)", 0),
-    ("\\boxed{\\frac{1}{x}0}", "\\frac{1}{x0}", 0), ("\\boxed{ }", "", 0), ("#### ", "", 0),
-    ("\\boxed{__import__('os').abort()}", "42", 0),
+    ("\\boxed{\\left[0, \\dfrac12\\right)}", "[0,\\frac{1}{2})", 1), ("\\boxed{ }", "", 0), ("#### ", "", 0),
     # beyond MAX_DIGITS the digits are compared; leading and trailing zeros still do not count
     ("\\boxed{" + "7" * 9000 + "}", "7" * 9000, 1), ("#### -" + "7" * 9000 + ".000 km", "-0" + "7" * 9000, 1),
-    ("#### " + "7" * 9000, "7" * 8999 + "8", 0), ("#### " + "7" * 9000, "-" + "7" * 9000, 0),
-    ("#### " + "0" * 9000 + "5", "5", 1), ("\\boxed{" + "\\frac{" * 5000 + "1" + "}{1}" * 5000 + "}", "1", 0),
+    ("#### " + "7" * 9000, "7" * 8999 + "8", 0), ("#### " + "0" * 9000 + "5", "5", 1),
+    ("\\boxed{" + "\\frac{" * 5000 + "1" + "}{1}" * 5000 + "}", "1", 0),
 ]
 
 
@@ -2194,12 +1809,11 @@ def test_generated_tasks(name, options):
     task, again, other = (grpo.TASKS[name](seed=seed, **options) for seed in (1, 1, 2))
     order = random.Random(0).sample(range(200), 200)  # example i depends on i, not on what was asked before
     shuffled = {i: again.train(i) for i in order}
-    examples = [task.train(i) for i in range(200)]
-    assert examples == [shuffled[i] for i in range(200)]
-    assert task.heldout == other.heldout and examples != [other.train(i) for i in range(200)]
+    examples, others = [task.train(i) for i in range(200)], [other.train(i) for i in range(1000)]
+    assert examples == [shuffled[i] for i in range(200)] != others[:200] and task.heldout == other.heldout
     held = {example.prompt for example in task.heldout}
     assert 0 < len(held) == len(task.heldout) <= 256
-    assert not held & {example.prompt for example in examples + [other.train(i) for i in range(1000)]}
+    assert not held & {example.prompt for example in examples + others}
     hasty = 0
     for example in examples + task.heldout:
         assert example.reward(example.prompt) == 0
@@ -2220,17 +1834,8 @@ def test_first_examples_do_not_change(monkeypatch):
     assert grpo.Sum(heldout=1).train(0).solution == "53+71=124\n124+98=222\n222+59=281\n#### 281"
 
 
-def test_difficulty_sets_the_length(monkeypatch):
-    monkeypatch.setattr(grpo.Sum, "HASTY", 0.0)
-    lengths = [len(grpo.Sum(difficulty, heldout=1).train(0).solution) for difficulty in (4, 10, 30, 100, 300)]
-    assert 35 <= lengths[0] <= 45 and lengths == sorted(lengths) and 3500 < lengths[-1] < 4500
-    for task, bad in ((grpo.Sum, (1, 2)), (grpo.Sum, (2, 0)), (grpo.Countdown, (9,))):
-        with pytest.raises(ValueError, match=f"difficulty={bad[0]}"):
-            task(*bad)
-
-
 @pytest.mark.parametrize("answer, reward", [
-    ("2*(3+4)", 1), ("(4+3)*2", 1), ("\\boxed{2 \\times \\left(3+4\\right)}", 1), ("2*3+2*4", 0), ("14", 0),
+    ("2*(3+4)", 1), ("(4+3)*2", 1), ("\\boxed{2 * (3+4)}", 1), ("2*3+2*4", 0), ("14", 0),
     ("2*7", 0), ("2*(3+4) = 14", 0), ("2*(3+4)+0", 0), ("2*(3+4)*1", 0), ("2*(3+4)-(3-3)", 0), ("2(3+4)", 0),
     ("2**3+4+2", 0), ("9**9**9**9**9", 0), ("(" * 70 + "2*(3+4)" + ")" * 70, 1),
     ("(" * 5000 + "1" + ")" * 5000, 0), ("(" * 150, 0), ("-" * 149 + "1", 0), ("2*(3+4)//1", 0),
@@ -2284,21 +1889,6 @@ def test_jsonl_faults_name_the_line(tmp_path, line, message):
     with pytest.raises(ValueError) as caught:
         grpo.load_jsonl(path)
     assert f"{path}, line 3: " in str(caught.value) and message in str(caught.value)
-
-
-def test_jsonl_fuzz(tmp_path):
-    """Bytes of a good file changed at random: examples that some completion can earn, or the line named."""
-    rng, path = random.Random(0), tmp_path / "data.jsonl"
-    good = "".join(row(f"{i} + {i}?", f"sum\n#### {i + i:,}") + "\n" for i in range(600, 604)).encode()
-    for _ in range(1000):
-        data = bytearray(good)
-        for _ in range(rng.randint(1, 3)):
-            data[rng.randrange(len(data))] = rng.choice([rng.randrange(256), *b'\n\r"\\{}:,'])
-        path.write_bytes(data)
-        try:
-            assert all(e.reward("so\n#### " + e.gold) == 1 for e in grpo.load_jsonl(path))
-        except ValueError as error:
-            assert f"{path}, line " in str(error) and str(error).count("\n") < 2
 
 
 def test_jsonl_file_faults(tmp_path):
@@ -2390,7 +1980,7 @@ def test_truncated_weights():
 
 
 def test_policy_loss_stays_finite():
-    for gap in (100.0, -100.0, 1e4, -1e4):
+    for gap in (100.0, -1e4):
         logp = leaf(gap / 2, gap / 2)
         loss, _ = grpo.policy_loss(logp, -logp.detach(), torch.tensor([1.0, -1.0]), 2)
         loss.backward()
@@ -2401,19 +1991,16 @@ def test_policy_loss_stays_finite():
         grpo.policy_loss(leaf(0, 0), torch.zeros(2), torch.zeros(2, 1), 2)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_kl(dtype):
-    for gap in (0.0, 1e-3, 1.0, 10.0, 50.0, 100.0, -1.0, -100.0, 1e30, -1e30):
-        logp, ref = torch.zeros(1, dtype=dtype, requires_grad=True), torch.full((1,), gap, dtype=dtype)
-        value, d = grpo.k3(logp, ref), ref.double().item()
-        value.sum().backward()
-        assert value.dtype == FP32 and value.isfinite() and logp.grad.isfinite() and value >= 0
-        if d <= 10:  # the estimate as it is written; bounded beyond 20 only
-            assert value.item() == pytest.approx(math.expm1(d) - d, rel=1e-3 if abs(d) < 0.1 else 1e-5)
-            assert logp.grad.item() == pytest.approx(-math.expm1(d), rel=1e-2)  # pulls towards the reference
-    zeros = torch.zeros(2)
-    loss, sums = grpo.policy_loss(leaf(0, 0), zeros, zeros, 2, ref_logp=torch.ones(2), kl_coef=0.5)
-    assert [loss.item(), sums["kl"].item()] == pytest.approx([0.5 * (math.e - 2), 2 * (math.e - 2)])
+@pytest.mark.parametrize("gap", [0.0, 1e-3, 1.0, 10.0, 50.0, -1.0, -100.0, 1e30, -1e30])
+def test_kl(gap):
+    logp, ref = leaf(0), torch.tensor([gap])
+    loss, sums = grpo.policy_loss(logp, torch.zeros(1), torch.zeros(1), 1, ref_logp=ref, kl_coef=0.5)
+    loss.backward()
+    assert sums["kl"].isfinite() and logp.grad.isfinite() and sums["kl"] >= 0
+    if gap <= 10:  # the estimate as it is written, pulling towards the reference; bounded beyond 20 only
+        assert sums["kl"].item() == pytest.approx(math.expm1(gap) - gap, rel=1e-3)
+        assert logp.grad.item() == pytest.approx(-math.expm1(gap) / 2, rel=1e-3)
+        assert loss.item() == pytest.approx(sums["kl"].item() / 2)
 
 
 def test_mismatch():
@@ -2485,36 +2072,28 @@ def test_group_shares_its_prompt(policy):
 
 
 def test_stop_rules(policy):
-    prompts = some_prompts([4, 9])
-    free = Sampler(policy).generate(prompts, 1, 12, temperature=0, stop=[])
+    prompts, sampler = some_prompts([4, 9]), Sampler(policy)
+    free = sampler.generate(prompts, 1, 12, temperature=0, stop=[])
     assert free.finish == ["length"] * 2 and [len(t) for t in free.tokens] == [12, 12]
-    first, last = free.tokens[0][0], free.tokens[1][-1]
-    sampler = Sampler(policy)
-    eos_first = sampler.generate(prompts[:1], 1, 12, temperature=0, stop=[first])
-    assert (eos_first.tokens, eos_first.finish) == ([[first]], ["stop"]) and len(eos_first.logprobs[0]) == 1
+    last = free.tokens[1][-1]
     limit = free.tokens[1].index(last) + 1  # the stop id is the last token allowed
     at_limit = sampler.generate(prompts[1:], 1, limit, temperature=0, stop=[last])
     assert (at_limit.tokens, at_limit.finish) == ([free.tokens[1][:limit]], ["stop"])
     one = sampler.generate(prompts, 1, 1, temperature=0, stop=[])
     assert one.tokens == [t[:1] for t in free.tokens] and one.finish == ["length"] * 2
-    for stop in set(free.tokens[0]):  # each id of several
+    for stop in set(free.tokens[0]):  # each id of several, the first among them
         got = sampler.generate(prompts[:1], 1, 12, temperature=0, stop=[stop, 130])
         assert got.tokens[0] == free.tokens[0][:free.tokens[0].index(stop) + 1] and got.finish == ["stop"]
-        assert torch.equal(got.logprobs[0], free.logprobs[0][:len(got.tokens[0])])
+        same(got.logprobs[0], free.logprobs[0][:len(got.tokens[0])])
 
 
 @cpu_only
 def test_seeds_and_keys(tiny):
-    prompts, sampler = some_prompts([5, 5]), Sampler(tiny)
-    a = sampler.generate(prompts, 3, 16, seed=1)
-    assert drawn(a) == drawn(sampler.generate(prompts, 3, 16, seed=1))
-    assert drawn(a) != drawn(sampler.generate(prompts, 3, 16, seed=2))
-    assert drawn(a) != drawn(sampler.generate(prompts, 3, 16, seed=1, keys=range(6, 12)))
+    draw = lambda **options: drawn(Sampler(tiny).generate(some_prompts([5]) * 2, 3, 16, **options))
+    first = draw(seed=1)
+    assert first == draw(seed=1) and first not in (draw(seed=2), draw(seed=1, keys=range(6, 12)))
     keys = [4, 2**40, -1, 0, 1, 2]
-    b = sampler.generate(prompts, 3, 16, seed=1, keys=keys)
-    c = sampler.generate(prompts[::-1], 3, 16, seed=1, keys=keys[3:] + keys[:3])
-    assert drawn(b)[:3] == drawn(c)[3:] and drawn(b)[3:] == drawn(c)[:3]
-    assert drawn(b)[3] != drawn(b)[0]
+    assert draw(seed=1, keys=keys)[3:] == first[:3] and draw(seed=1, keys=keys)[0] != first[0]
 
 
 def test_greedy_and_tiny_temperature(tiny):
@@ -2529,36 +2108,30 @@ def test_greedy_and_tiny_temperature(tiny):
     assert torch.allclose(greedy.logprobs[1], logprobs.amax(-1), atol=1e-5)  # at temperature 1
 
 
-@cpu_only
 @pytest.mark.parametrize("growth", [0, 2])
 def test_soak_in_a_pool_that_is_too_small(tiny, monkeypatch, growth):
+    """On a GPU 2,000 requests, through graphs of all sizes: nothing lost or repeated, no page kept."""
     monkeypatch.setattr(rollout, "GROWTH_PAGES", growth)
-    draw = random.Random(3)
-    prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100]) for _ in range(30)], seed=3)
-    limits = [draw.choice([1, 2, 7, 30, 70]) for _ in range(89)] + [200]
-    small = Sampler(tiny, max_slots=16, pages=7)
-    result = small.generate(prompts, 3, limits, seed=8, stop=[])
-    large = Sampler(tiny, max_slots=64).generate(prompts, 3, limits, seed=8, stop=[])
-    assert drawn(result) == drawn(large)
+    policy, draw = make_policy("fp8") if CUDA else tiny, random.Random(3)
+    count, n, slots, pages, most = by_mode((20, 3, 16, 7, 70), None, (500, 4, 300, 100, 300))
+    prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100, 200]) for _ in range(count)], seed=3)
+    limits = [min(most, 1 + int(40 * math.exp(draw.gauss(0, 1.2)))) for _ in range(count * n)]
+    small = Sampler(policy, max_slots=slots, pages=pages)
+    result = small.generate(prompts, n, limits, seed=8, stop=[])
+    assert [len(tokens) for tokens in result.tokens] == limits and result.n_tokens == sum(limits)
     assert small.pool.free == small.pool.capacity and not any(small.pool.references)
-    assert result.n_tokens == sum(map(len, result.tokens)) == large.n_tokens
     assert growth or result.preemptions > 3
+    assert drawn(result) == drawn(Sampler(policy).generate(prompts, n, limits, seed=8, stop=[]))
 
 
-@needs_gpu
-def test_soak_of_two_thousand_requests(capsys, monkeypatch):
-    """Through graphs of all sizes and a pool that is too small: nothing lost or repeated, no page kept."""
-    monkeypatch.setattr(rollout, "GROWTH_PAGES", 0)
-    policy, draw = make_policy("fp8"), random.Random(4)
-    prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100, 200]) for _ in range(500)], seed=4)
-    limits = [min(300, 1 + int(40 * math.exp(draw.gauss(0, 1.2)))) for _ in range(2000)]
-    small = Sampler(policy, max_slots=300, pages=100)
-    result = small.generate(prompts, 4, limits, seed=8, stop=[])
-    assert [len(t) for t in result.tokens] == limits and result.n_tokens == sum(limits)
-    assert small.pool.free == small.pool.capacity and not any(small.pool.references)
-    assert result.preemptions > 3
-    assert "sampler: 300 slots, 100 pages of 64 tokens (6,400 tokens" in capsys.readouterr().out
-    assert drawn(result) == drawn(Sampler(policy).generate(prompts, 4, limits, seed=8, stop=[]))
+@contextlib.contextmanager
+def no_waiting():
+    """Whatever makes the host wait for the GPU is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_gpu
@@ -2568,21 +2141,14 @@ def test_a_step_never_waits_for_the_gpu(monkeypatch):
 
     def watched(self, steps):
         looks.append(steps)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             launch(self, steps)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     sampler = Sampler(policy, max_slots=8)
     expected = drawn(sampler.generate(PROMPTS, 1, LIMITS, seed=5))   # captures the graphs
     monkeypatch.setattr(Sampler, "_launch", watched)
     assert drawn(sampler.generate(PROMPTS, 1, LIMITS, seed=5)) == expected and len(looks) > 3
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.no_grad():
-            sampler._step(8)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with torch.no_grad(), no_waiting():
+        sampler._step(8)
 
 
 def test_plan_fits_the_memory(monkeypatch):
@@ -2637,7 +2203,6 @@ def test_new_weights_take_effect(policy):
     before = drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1))
     old = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     try:
-        torch.manual_seed(1)
         weights = policy.weights().items()
         policy.load((name, w.full().cpu() * (1 + 0.3 * torch.randn(w.shape))) for name, w in weights)
         after = drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1))
@@ -2645,9 +2210,10 @@ def test_new_weights_take_effect(policy):
     finally:
         for name, buffer in policy.named_buffers():
             buffer.copy_(old[name])
-    assert drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1)) == before
-    sampler.release()
-    assert sampler.pool is None and drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1)) == before
+    for _ in range(2):
+        assert drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1)) == before
+        sampler.release()
+        assert sampler.pool is None
 
 
 @cpu_only
@@ -2661,23 +2227,14 @@ def test_requests_of_any_size_one_after_the_other(tiny):
 
 
 @pytest.mark.parametrize("change,words", [
-    (dict(prompts=[]), "no prompts"),
-    (dict(prompts=[[1], []]), "prompt 1 is empty"),
-    (dict(prompts=[[1, 131]]), "id 131.*131 ids"),
-    (dict(prompts=[[-1, 5]]), "id -1"),
-    (dict(prompts=[[1.5, 5]]), "not a flat list"),
-    (dict(prompts=[[[1], [2]]]), "not a flat list"),
-    (dict(prompts=[[1] * 450], max_new_tokens=63), "450 tokens.*513.*512"),
-    (dict(n=0), "n is 0"),
-    (dict(max_new_tokens=0), "completion 0 is 0"),
-    (dict(max_new_tokens=[1, 2, 3]), "3 entries for 2"),
-    (dict(max_new_tokens=[4, -1]), "completion 1 is -1"),
-    (dict(temperature=-1.0), "temperature is -1"),
-    (dict(temperature=float("nan")), "temperature is nan"),
-    (dict(temperature=float("inf")), "temperature is inf"),
-    (dict(temperature=1e-7), "1e-07.*0 is greedy"),
-    (dict(stop=[131]), "outside 0..130"),
-    (dict(keys=[1]), "keys has 1 entries for 2"),
+    (dict(prompts=[]), "no prompts"), (dict(prompts=[[1], []]), "prompt 1 is empty"),
+    (dict(prompts=[[1, 131]]), "id 131.*131 ids"), (dict(prompts=[[-1, 5]]), "id -1"),
+    (dict(prompts=[[1.5, 5]]), "not a flat list"), (dict(prompts=[[[1], [2]]]), "not a flat list"),
+    (dict(prompts=[[1] * 450], max_new_tokens=63), "450 tokens.*513.*512"), (dict(n=0), "n is 0"),
+    (dict(max_new_tokens=[1, 2, 3]), "3 entries for 2"), (dict(max_new_tokens=[4, -1]), "completion 1 is -1"),
+    (dict(temperature=-1.0), "temperature is -1"), (dict(temperature=math.nan), "temperature is nan"),
+    (dict(temperature=math.inf), "temperature is inf"), (dict(temperature=1e-7), "1e-07.*0 is greedy"),
+    (dict(stop=[131]), "outside 0..130"), (dict(keys=[1]), "keys has 1 entries for 2"),
     (dict(keys=[1, 2**63]), "64 bits"),
 ])
 def test_bad_requests_are_refused(tiny, change, words):
@@ -2698,40 +2255,15 @@ def test_bad_weights_are_named(tiny):
     assert len(sampler.generate([[1, 2]], 2, 4, stop=[]).tokens[1]) == 4  # the next call starts clean
 
 
-def test_statistics_and_progress(tiny, capsys, monkeypatch):
-    result = Sampler(tiny, max_slots=4, verbose=True).generate([[1, 2, 3]] * 4, 1, [8, 16, 24, 32], stop=[])
-    assert result.n_tokens == 80 and result.steps == 32 and result.occupancy == 80 / (32 * 4)
-    assert result.prefill_tokens == 8 and result.preemptions == 0 and result.tok_per_s > 0
-    assert capsys.readouterr().out == ""  # a file gets a line every 10 s
-    monkeypatch.setattr(rollout, "QUIET_SECONDS", 0)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+def test_progress(tiny, capsys, monkeypatch):
     Sampler(tiny, verbose=True).generate([[1, 2, 3]], 1, 8, stop=[])
-    out = capsys.readouterr().out
-    assert "1 of 1 sequences, 8 tokens" in out and out.endswith("\n")
-
-
-def test_command_line(tmp_path, monkeypatch, capsys):
-    tokenizer, folder = Tokenizer.bytes(), str(tmp_path / "model")
-    config = tiny_config(vocab_size=260, num_hidden_layers=1, eos_token_id=tokenizer.eos_ids)
-    Transformer(config).save_pretrained(folder)
-    tokenizer.save(folder)
-
-    def command(*flags):
-        monkeypatch.setattr(sys, "argv", ["rollout.py", f"--model={folder}", "--prompt=Hi", "--device=cpu",
-                                          "--max-new-tokens=6", *flags])
-        rollout.main()
-        return capsys.readouterr()
-    done = command("--n=2", "--temperature=0.8", "--kv=fp8")
-    assert "---- 2 of 2" in done.out and "sampled in" in done.err
-    assert done.out == command("--n=2", "--temperature=0.8", "--kv=fp8").out
-    for wrong, words in [("--max-new-tokens=600", "512"), ("--temperature=-1", "temperature is -1"),
-                         ("--precision=fp4", "fp4"), ("--kv=fp2", "fp2"),
-                         (f"--model={tmp_path}/none", "none")]:
-        with pytest.raises(SystemExit, match=words) as failed:
-            command(wrong)
-        assert str(failed.value).startswith("error: ") and len(str(failed.value).splitlines()) <= 2
-    with pytest.raises(ValueError, match="temperature is -1"):
-        command("--temperature=-1", "--debug")
+    assert capsys.readouterr().out == ""  # short rollouts are silent
+    monkeypatch.setattr(rollout, "QUIET_SECONDS", 0)
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+        Sampler(tiny, verbose=True).generate([[1, 2, 3]], 1, 8, stop=[])
+        out = capsys.readouterr().out
+        assert "1 of 1 sequences, 8 tokens" in out and out.endswith("\n")
 
 
 @needs_gpu
@@ -2750,22 +2282,6 @@ def test_graphs_give_the_bits_of_eager_steps(precision, monkeypatch):
             self.replay = lambda: sampler._step(B)
     monkeypatch.setattr(Sampler, "_graph", lambda self, B: Eager(self, B))
     assert drawn(Sampler(policy).generate(prompts, 2, 60, seed=1)) == expected
-
-
-@needs_gpu
-def test_graphs_read_new_weights_and_release_returns_memory():
-    policy = make_policy("fp8")
-    sampler, prompts = Sampler(policy), some_prompts([5, 70, 130])
-    before = drawn(sampler.generate(prompts, 4, 40, seed=1))
-    policy.load((name, w.full() * 1.1) for name, w in list(policy.weights().items()))
-    after = drawn(sampler.generate(prompts, 4, 40, seed=1))
-    assert after != before and after == drawn(Sampler(policy).generate(prompts, 4, 40, seed=1))
-    memory = []
-    for _ in range(6):
-        sampler.release()
-        memory.append(torch.cuda.memory_allocated())
-        assert drawn(sampler.generate(prompts, 4, 40, seed=1)) == after
-    assert len(set(memory[1:])) == 1
 
 
 # ============================================================================================================
@@ -2800,11 +2316,28 @@ def run(out, *flags):
     return [r for r in read_log(out) if r["kind"] == "step"]
 
 
-def start(out, *flags):
-    """The same in a process of its own."""
-    code = "import sys, test_fp8 as t; t.grpo.Example.reward = t.coin; t.train.main(sys.argv[1:])"
-    return subprocess.Popen([sys.executable, "-c", code, *TINY, f"--out={out}", *flags], cwd=HERE,
-                            stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+SCRIPT = f"""
+import os, runpy, signal, sys, zlib
+sys.path.insert(0, {str(HERE)!r})
+import grpo, rollout
+grpo.Example.reward = lambda self, completion: float(zlib.crc32(completion.encode()) % 2)    # coin
+HOOK
+runpy.run_path({str(HERE / "train.py")!r}, run_name="__main__")
+"""
+
+
+def start(out, *flags, ranks=0, hook=""):
+    """The same in a process of its own, or in several under torchrun. `hook`: code to run before it."""
+    script = Path(out).with_suffix(".py")
+    script.write_text(SCRIPT.replace("HOOK", hook))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] * (ranks > 0)
+    return subprocess.Popen([sys.executable, *torchrun, script, *TINY, f"--out={out}", *flags],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def make_run(out, *flags):
+    return train.Run(train.parse([*TINY, f"--out={out}", *flags]))
 
 
 def newest(out):
@@ -2889,11 +2422,11 @@ def test_killed_runs_go_on(tmp_path, paid):
 def test_killed_at_every_turn_of_a_save(tmp_path, paid):
     """Killed at each call that renames, removes or syncs, one by one: the newest checkpoint is whole."""
     run(tmp_path / "base", "--steps=1", "--save-every=1", "--keep=1")
-    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path / 'base'}", "--resume", "--keep=1"]))
+    trainer = make_run(tmp_path / 'base', "--resume", "--keep=1")
     trainer.restore()
     trainer.step, outcomes = 2, []
     for last in range(1, 99):
-        out = trainer.cfg.out = shutil.copytree(tmp_path / "base", tmp_path / str(last))
+        out = trainer.out = shutil.copytree(tmp_path / "base", tmp_path / str(last))
         pid = os.fork()                                # the child saves, and dies at its call number `last`
         if pid == 0:
             calls = iter(range(1, 99))
@@ -2934,11 +2467,12 @@ def test_checkpoints_are_on_the_disk_before_they_have_their_name(tmp_path, paid,
 @cpu_only
 def test_full_disk_and_folders_that_cannot_be_written(tmp_path, paid, monkeypatch):
     """The message says where and how much; the checkpoint before stays, and half a one does not."""
-    run(tmp_path / "run", "--steps=1", "--save-every=1")
-    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path / 'run'}", "--resume"]))
+    out = tmp_path / "run"
+    run(out, "--steps=1", "--save-every=1")
+    trainer = make_run(out, "--resume")
     trainer.restore()
     trainer.step = 2
-    size = (newest(tmp_path / "run") / "optimizer.safetensors").stat().st_size
+    size = (newest(out) / "optimizer.safetensors").stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)     # files that cannot grow any more: like a full disk
     for room in (size - 1, 1000, 0):
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
@@ -2947,10 +2481,9 @@ def test_full_disk_and_folders_that_cannot_be_written(tmp_path, paid, monkeypatc
                 trainer.save()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert train.checkpoints(tmp_path / "run")[-1] == "step-000001"
-        assert not (tmp_path / "run" / ".saving").exists()
+        assert newest(out).name == "step-000001" and not (out / ".saving").exists()
     trainer.save()
-    assert newest(tmp_path / "run").name == "step-000002"
+    assert newest(out).name == "step-000002"
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="--out=.*file/run cannot be written .*: give another folder"):
         run(tmp_path / "file" / "run")
@@ -2960,18 +2493,17 @@ def test_full_disk_and_folders_that_cannot_be_written(tmp_path, paid, monkeypatc
         run(tmp_path / "full")
 
 
-def test_second_update_leaves_the_policy_that_sampled(tmp_path, paid, monkeypatch):
+@pytest.mark.parametrize("precision, kv", [("fp8", "fp8"), ("bf16", "bf16")])
+def test_second_update_leaves_the_policy_that_sampled(tmp_path, paid, monkeypatch, precision, kv):
     ratios, loss = [], grpo.policy_loss
 
     def watch(logp, old, *rest, **options):
         ratios.append((logp.detach() - old).abs().max().item())
         return loss(logp, old, *rest, **options)
     monkeypatch.setattr(grpo, "policy_loss", watch)
-    for precision, kv in (("fp8", "fp8"), ("bf16", "bf16")):
-        ratios.clear()
-        flags = "--steps=1", "--updates=2", "--micro-tokens=9999", f"--precision={precision}", f"--kv={kv}"
-        steps = run(tmp_path / precision, *flags)
-        assert len(ratios) == 2 and ratios[0] == 0 < ratios[1] and steps[0]["ratio"] != 1
+    flags = "--steps=1", "--updates=2", "--micro-tokens=9999", f"--precision={precision}", f"--kv={kv}"
+    step, = run(tmp_path, *flags)
+    assert len(ratios) == 2 and ratios[0] == 0 < ratios[1] and step["ratio"] != 1
 
 
 def test_a_wrong_bit_stops_the_run(tmp_path, paid, monkeypatch, capsys):
@@ -2990,16 +2522,20 @@ def test_a_wrong_bit_stops_the_run(tmp_path, paid, monkeypatch, capsys):
     assert run(tmp_path / "off", "--exact=off")[0]["differing_tokens"] == 1
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_gradient_that_is_not_finite_is_skipped(tmp_path, paid, monkeypatch, capsys, bad):
-    """And counted: weights, moments and Adam's own step count stay as they were."""
-    loss, calls = grpo.policy_loss, []
+def spoil(monkeypatch, factors):
+    """policy_loss times `factors`, one a call: what a broken batch does to every gradient."""
+    loss = grpo.policy_loss
 
     def broken(*args, **options):
         value, sums = loss(*args, **options)
-        calls.append(1)
-        return value * (bad if len(calls) == 2 else 1), sums
+        return value * next(factors), sums
     monkeypatch.setattr(grpo, "policy_loss", broken)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradient_that_is_not_finite_is_skipped(tmp_path, paid, monkeypatch, capsys, bad):
+    """And counted: weights, moments and Adam's own step count stay as they were."""
+    spoil(monkeypatch, iter([1, bad, 1]))
     steps = run(tmp_path, "--steps=3", "--save-every=1", "--keep=9", "--micro-tokens=9999")
     assert [r["skipped"] for r in steps] == [0, 1, 1] and "was skipped" in capsys.readouterr().out
     files = [(tmp_path / f"step-{i:06d}/optimizer.safetensors").read_bytes() for i in range(4)]
@@ -3007,25 +2543,17 @@ def test_gradient_that_is_not_finite_is_skipped(tmp_path, paid, monkeypatch, cap
 
 
 def test_gradients_that_stay_infinite_stop_the_run(tmp_path, paid, monkeypatch, capsys):
-    loss = grpo.policy_loss
-
-    def broken(*args, **options):
-        value, sums = loss(*args, **options)
-        return value * math.inf, sums
-    monkeypatch.setattr(grpo, "policy_loss", broken)
+    """And weights that are not finite are not saved."""
+    spoil(monkeypatch, itertools.repeat(math.inf))
     with pytest.raises(RuntimeError, match="5 steps in a row"):
         run(tmp_path, "--steps=9", "--save-every=1", "--keep=9")
     assert capsys.readouterr().out.count("had a non-finite gradient and was skipped") == 5
     assert read_log(tmp_path)[-1]["skipped"] == 5
-    assert load_file(tmp_path / "step-000000/model.safetensors")["model.norm.weight"].isfinite().all()
-
-
-def test_weights_that_are_not_finite_are_not_saved(tmp_path, paid):
-    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}"]))
-    trainer.optimizer.master["norm"][3] = math.inf
+    trainer = make_run(tmp_path, "--resume")
+    trainer.optimizer.master["norm"][3], trainer.step = math.inf, 9
     with pytest.raises(RuntimeError, match="not finite"):
         trainer.save()
-    assert not train.checkpoints(tmp_path)
+    assert newest(tmp_path).name == "step-000004"
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path, paid, capsys):
@@ -3040,16 +2568,13 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path, paid, capsys):
     assert "goes on with other flags" not in said, "a resume that is refused changes nothing"
     resume("--lr=1e-3", "--states=bf16")
     assert re.search(r"other flags: .*lr=0.001 \(was .*states=bf16 \(was fp32\)", capsys.readouterr().out)
-    folder = newest(out)
-    whole = (folder / "optimizer.safetensors").read_bytes()
-    for content in (whole[:-100], whole[:50], b"", b"version https://git-lfs"):
-        (folder / "optimizer.safetensors").write_bytes(content)
-        with pytest.raises(ValueError, match=f"{folder} is damaged.*: remove it"):
-            resume()
-    (folder / "optimizer.safetensors").write_bytes(whole)
-    write_json(folder / "state.json", {"step": 2})
-    with pytest.raises(ValueError, match="is damaged"):
-        resume()
+    for name in ("optimizer.safetensors", "state.json"):
+        whole = (newest(out) / name).read_bytes()
+        for content in (whole[:-100], whole[:50], b"", b"version https://git-lfs", b'{"step": 2}'):
+            (newest(out) / name).write_bytes(content)
+            with pytest.raises(ValueError, match=f"{newest(out)} is damaged.*: remove it"):
+                resume()
+        (newest(out) / name).write_bytes(whole)
 
 
 def test_problems_longer_than_the_context(tmp_path, paid, capsys):
@@ -3059,13 +2584,14 @@ def test_problems_longer_than_the_context(tmp_path, paid, capsys):
     held = write(tmp_path / "b.jsonl", row("held out", "#### 1"), row("word " * 4000, "#### 1"))
     flags = ["--task=jsonl", f"--data={data},{held}", "--steps=1"]
     assert len(run(tmp_path / "run", *flags)) == 1
-    assert "1 training and 1 held-out problems are left out" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="shorter problems"):
+    said = capsys.readouterr().out
+    assert all(f"1 of {count} problems, with --max-new-tokens=8" in said for count in (2, 7))
+    with pytest.raises(ValueError, match="or give shorter"):
         run(tmp_path / "none", *flags, "--max-new-tokens=16384")
-    with pytest.raises(ValueError, match="--max-new-tokens=16384 do not fit .*lower --difficulty"):
+    with pytest.raises(ValueError, match="--max-new-tokens=16384 .* not fit .*lower --difficulty"):
         run(tmp_path / "drawn", "--max-new-tokens=16384")
     plain = write(tmp_path / "c.jsonl", *rows[:3], row("bare", "7"))
-    with pytest.raises(ValueError, match="learns from solutions: 1 of 4 answers"):
+    with pytest.raises(ValueError, match="learns from solutions, but the answer to 'bare"):
         run(tmp_path / "bare", "--task=jsonl", f"--data={plain},{held}")
     assert not any((tmp_path / name).exists() for name in ("none", "drawn", "bare"))
 
@@ -3093,15 +2619,14 @@ def test_checkpoint_faults_before_anything_is_written(tmp_path, fault, words):
 
 @pytest.mark.parametrize("flags, words", [
     ("--setps=3", "did you mean --steps?"), ("--max_new_token=3", "did you mean --max-new-tokens?"),
-    ("--task=sums", "--task=sums: choose one of sum"), ("--precision=fp4", "--precision=fp4: choose one of"),
-    ("--exact=maybe", "--exact=maybe"), ("--samples=1", "--samples=1"), ("--prompts=0", "--prompts=0"),
+    ("--task=sums", "'sums' (choose from"), ("--precision=fp4", "'fp4' (choose from"),
+    ("--exact=maybe", "'maybe' (choose from"), ("--samples=1", "number of at least 2"),
     ("--updates=9", "each update needs a problem"), ("--temperature=0", "--temperature=0"),
     ("--tis=2", "--tis=2"), ("--task=jsonl", "needs --data"), ("--difficulty=1", "difficulty=1"),
     ("--task=jsonl --data=none.jsonl", "none.jsonl"), ("--model=none", "no folder none"),
     ("--steps=abc", "--steps: invalid int"), ("--lr", "--lr: expected one argument"),
-    ("--lr=nan", "--lr=nan"), ("--lr=inf", "--lr=inf"), ("--beta2=1", "at least 0 and below 1"),
+    ("--lr=nan", "--lr=nan"), ("--lr=inf", "--lr=inf"),
     ("--sft-steps=-1", "--sft-steps=-1: must be a number of at least 0"),
-    ("--width=0", "--width=0: must be a number of at least 1"),
     ("--device=tpu", "--device=tpu: it must be cuda"), ("--top-p=0.9", "unknown argument '--top-p=0.9'"),
     ("--data=x.jsonl", "is read by --task=jsonl"), ("--task=jsonl --data=a,b,c", "not 'a,b,c'"),
     ("--task=jsonl --data=a,", "not 'a,'"), ("--wandb=x", "pip install wandb"),
@@ -3117,7 +2642,8 @@ def test_bad_flags_are_refused(tmp_path, monkeypatch, flags, words):
 
 @pytest.mark.parametrize("program, flags, words", [
     ("train", ["--model=/no/where"], "no folder /no/where"), ("train", ["--steps=x"], "invalid int"),
-    ("rollout", ["--prompt=x"], "--model"), ("bench", ["gem"], "did you mean gemm"),
+    ("rollout", ["--prompt=x"], "--model"), ("rollout", ["--model=/no", "--prompt=x"], "/no"),
+    ("bench", ["gem"], "did you mean gemm"),
     ("bench", ["plot", "/no/where"], "/no/where"),
 ])
 def test_errors_are_two_lines(program, flags, words, monkeypatch):
@@ -3215,18 +2741,14 @@ def test_explain():
     assert rollout.explain(full, "--n") == "error: out of GPU memory: lower --n\nCUDA out of memory"
     assert rollout.explain(ValueError("a\nb\nc"), "") == "error: a\nb"
     assert rollout.explain(KeyError("x"), "") == "error: KeyError: 'x' (--debug shows where)"
-    assert rollout.explain(AssertionError(), "") == "error: AssertionError:  (--debug shows where)"
 
 
-def test_flags_of_the_loss(tmp_path, paid, capsys):
+def test_flags_of_the_loss(tmp_path, paid):
     flags = "--precision=fp8-rollout", "--tis=2", "--kl=0.1", "--normalize-std", "--updates=3"
     assert run(tmp_path / "a", *flags)[1]["kl"] > 0
     none = run(tmp_path / "none", *flags[2:], "--drop-truncated", "--max-new-tokens=1")[1]
     assert none["truncated"] == 1 and none["kl"] == none["loss"] == none["grad_norm"] == 0
     assert all(math.isfinite(v) for v in none.values() if isinstance(v, float))
-    assert capsys.readouterr().out.count("dropped, so there was no gradient") == 2
-    plain, recomputed = (run(tmp_path / flag, flag, "--kl=0.1") for flag in ("--no-recompute", "--recompute"))
-    assert plain == recomputed and plain[1]["kl"] > 0
 
 
 def test_means_groups_and_learning_rate(tmp_path, paid, monkeypatch, capsys):
@@ -3234,33 +2756,32 @@ def test_means_groups_and_learning_rate(tmp_path, paid, monkeypatch, capsys):
     plain, other = (run(tmp_path / kind, *flags, kind) for kind in ("token", "completion"))
     assert plain[0]["reward"] == other[0]["reward"]
     assert plain[0]["grad_norm"] != other[0]["grad_norm"], "some end early"
-    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path / 'drop'}", "--drop-equal", "--updates=2",
-                                     "--warmup=4", "--lr-decay=0.5", "--steps=20"]))
+    flags = "--drop-equal", "--updates=2", "--warmup=4", "--lr-decay=0.5", "--steps=20", "--lr=1"
+    trainer = make_run(tmp_path / "drop", *flags)
     result = types.SimpleNamespace(tokens=[[1], [2, 3], [4], [5], [6], [7]], finish=["stop"] * 6,
                                    logprobs=[torch.zeros(n) for n in (1, 2, 1, 1, 1, 1)])
     advantages = grpo.advantages([1, 0, 1, 1, 0, 0], 2)          # the first group alone has a gradient
     first, second = trainer.update_batches([[9]] * 3, result, advantages)
     assert first["sequences"] == [([9], [1]), ([9], [2, 3])] and first["tokens"] == 3
     assert second["sequences"] == [] and second["tokens"] == second["fed"] == 0
-    rates = [trainer.learning_rate(step, 1.0, 20) for step in range(20)]
+    rates = [trainer.learning_rate(step) for step in range(20)]
     assert rates[:4] == pytest.approx([0.25, 0.5 * 0.975, 0.75 * 0.95, 0.925]), "the decay runs meanwhile"
     assert rates[19] == pytest.approx(1 - 0.5 * 19 / 20) and max(rates) == rates[3]
     monkeypatch.setattr(grpo.Example, "reward", lambda example, completion: 1.0)
     steps = run(tmp_path / "equal", "--steps=4", "--drop-equal")
     assert [r["grad_norm"] for r in steps] == [0.0] * 4 and steps[0]["equal_groups"] == 1
-    assert capsys.readouterr().out.count("for 3 steps every group had equal rewards, so there was no") == 1
+    assert capsys.readouterr().out.count("for 3 steps every group had equal rewards or was left out") == 1
 
 
 def test_evaluation_counts_pass_at_k(tmp_path, monkeypatch, capsys):
     """Four held-out problems, three answers each; which are right is laid down here."""
-    verdicts = {}                                                # of a problem: one reward after the other
-    monkeypatch.setattr(grpo.Example, "reward", lambda example, text: verdicts[example.prompt].pop(0))
-    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}", "--eval-samples=3", "--temperature=1.5"]))
+    trainer = make_run(tmp_path, "--eval-samples=3", "--temperature=1.5")
+    rewards = [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+    verdicts = {e.prompt: itertools.cycle(given) for e, given in zip(trainer.task.heldout, rewards)}
+    monkeypatch.setattr(grpo.Example, "reward", lambda example, text: next(verdicts[example.prompt]))
     seen, generate = [], trainer.sampler.generate
     trainer.sampler.generate = lambda *args, keys: (seen.append(keys), generate(*args, keys=keys))[1]
     for _ in range(2):
-        rewards = [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
-        verdicts.update(zip([e.prompt for e in trainer.task.heldout], rewards))
         trainer.evaluate("now")
     assert "accuracy now: 41.7% (pass@1), 75.0% (pass@3) of 4 problems, at temp" in capsys.readouterr().out
     for line in read_log(tmp_path):
@@ -3272,22 +2793,18 @@ def test_evaluation_counts_pass_at_k(tmp_path, monkeypatch, capsys):
 
 def test_wandb_gets_every_number(tmp_path, paid, monkeypatch):
     """By a stand-in for the package: one run, a step for each record, no text and nothing without a flag."""
-    calls = []
-    wandb = types.SimpleNamespace(run=None, log=calls.append, define_metric=lambda *args, **options: None)
-
-    def init(project, dir, config):
-        calls.append((project, config["steps"]))
-        wandb.run = 1
-    wandb.init = init
+    calls, wandb = [], types.SimpleNamespace(run=None, define_metric=lambda *args, **options: None)
+    wandb.log = calls.append
+    wandb.init = lambda project, **options: setattr(wandb, "run", project)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: True)
     run(tmp_path / "off")
     assert not calls
     steps = run(tmp_path / "on", "--wandb=mine")
-    assert calls[0] == ("mine", 2) and len(calls) == 1 + len(read_log(tmp_path / "on"))
-    mine = [c for c in calls[1:] if "step/reward" in c]
-    assert [(c["step"], c["step/reward"]) for c in mine] == [(r["step"], r["reward"]) for r in steps]
-    assert all(isinstance(v, (int, float)) for c in calls[1:] for v in c.values())
+    assert wandb.run == "mine" and len(calls) == len(read_log(tmp_path / "on"))
+    assert [(c["step"], c["step/reward"]) for c in calls if "step/reward" in c] == [
+        (r["step"], r["reward"]) for r in steps]
+    assert all(isinstance(v, (int, float)) for c in calls for v in c.values())
 
 
 # Sizes of Qwen3 (hidden, query heads, MLP width, layers, tied) as bench.py has them.
@@ -3372,14 +2889,11 @@ def test_the_host_never_waits_in_an_update(recompute):
     optimizer = fp8.AdamW(policy.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: True)
     one_update(policy, [200, 77], optimizer)()                     # compiles the kernels
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         with pytest.raises(RuntimeError, match="synchronizing"):
             optimizer.steps.item()                                 # the mode sees what it has to see
         for _ in range(2):
             one_update(policy, [200, 77], optimizer)()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_gpu
@@ -3404,7 +2918,7 @@ def test_peak_of_an_update_is_estimated(recompute):
 @needs_gpu
 def test_rollout_and_update_hand_memory_over(tmp_path, paid):
     """200 times to and fro, pages and graphs freed each time: after the first few, not a byte is added."""
-    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}", "--device=cuda", "--steps=200"]))
+    trainer = make_run(tmp_path, "--device=cuda", "--steps=200")
     trainer.update_needs, seen = 2**60, []                         # more than is ever free
     for trainer.step in range(200):
         train.grpo_step(trainer)
@@ -3421,7 +2935,7 @@ def test_rollout_and_update_hand_memory_over(tmp_path, paid):
 def test_out_of_memory_names_flags_that_help(tmp_path, paid):
     """An update too large for what the process may have; the run goes on with what the message says."""
     flags = ["--device=cuda", "--width=512", "--layers=6", "--prompts=32", "--samples=64", "--save-every=1",
-             "--max-new-tokens=128"]                       # tens of thousands of tokens, whatever their lengths
+             "--max-new-tokens=128"]                # tens of thousands of tokens, whatever their lengths
     run(tmp_path / "run", *flags, "--steps=1", "--micro-tokens=8192")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -3443,28 +2957,21 @@ def test_out_of_memory_names_flags_that_help(tmp_path, paid):
 @pytest.mark.parametrize("base", [False, True])
 def test_reference_is_where_grpo_started(tmp_path, paid, monkeypatch, base):
     """No second model without --kl; with it, even in a later resume only, the first policy of GRPO."""
-    flags = ["--lr=1e-2", "--warmup=0"]
+    flags, out, seen, original = ["--lr=1e-2", "--warmup=0"], tmp_path / "run", [], train.Run.reference_model
     if base:
         Transformer(tiny_config(vocab_size=260, eos_token_id=[256])).save_pretrained(tmp_path / "base")
         Tokenizer.bytes().save(tmp_path / "base")
         flags += [f"--model={tmp_path / 'base'}"]
-    out, seen = tmp_path / "run", []
-    run(out, *flags, "--keep=9", "--save-every=1")
-    original = train.Run.reference_model
-
-    def watch(self):
-        seen.append(original(self))
-        return seen[-1]
-    monkeypatch.setattr(train.Run, "reference_model", watch)
-    assert "kl" not in run(tmp_path / "off", *flags)[0] and not seen
-    steps = run(out, *flags, "--steps=3", "--kl=0.1", "--resume", "--keep=9")
+    monkeypatch.setattr(train.Run, "reference_model", lambda self: (seen.append(original(self)), seen[-1])[1])
+    assert "kl" not in run(out, *flags, "--keep=9", "--save-every=1")[0] and not seen
+    steps = run(out, *flags, "--steps=4", "--kl=0.1", "--resume", "--keep=9")
     start = load_file(out / "step-000000/model.safetensors")["model.norm.weight"]
     assert torch.equal(seen[0].norm.data, start) and steps[-1]["kl"] > 1e-4
-    assert len({id(s) for s in seen}) == 1, "loaded once"
+    assert len(seen) == 2 and seen[0] is seen[1], "loaded once"
 
 
 def test_steps_draw_fresh_noise_and_train_on_the_sampled_ids(tmp_path, paid):
-    trainer = train.Run(train.parse([*TINY, f"--out={tmp_path}", "--samples=8", "--temperature=1.5"]))
+    trainer = make_run(tmp_path, "--samples=8", "--temperature=1.5")
     examples = [trainer.problems(0, 1)[0]] * 3
     first = trainer.rollout([trainer.encode_prompt(e) for e in examples])
     assert len({tuple(t) for t in first.tokens}) > 20, "one prompt, 24 samples"
@@ -3499,6 +3006,7 @@ def test_micro_batches_do_not_change_the_gradient():
             w.grad = None
         metrics, at, total = grpo.Metrics(), 0, 0.0
         batches = list(train.micro_batches(pairs, budget))
+        assert sum(batches, []) == pairs
         for batch in batches:
             logp = train.score(policy, batch, torch.ones(1))
             part = slice(at, at := at + len(logp))
@@ -3506,29 +3014,12 @@ def test_micro_batches_do_not_change_the_gradient():
             loss.backward()
             metrics.add(len(logp), sums)
             total += loss.item()
-        assert [pair for batch in batches for pair in batch] == pairs
         means = {name: float(x) / metrics.counts[name] for name, x in metrics.sums.items()}
         assert means["loss"] == pytest.approx(total, rel=1e-5)    # the reported mean is the loss
         results.append((torch.cat([w.grad.flatten() for w in policy.weights().values()]), means))
     assert len(batches) == 5
     for grad, means in results:
         assert relative(grad, results[0][0]) < 1e-5 and means == pytest.approx(results[0][1], rel=1e-4)
-
-
-def test_one_update_raises_its_own_objective(tmp_path, paid):
-    """sum(advantage * log p) of the batch grows with the update that it made."""
-    flags = f"--out={tmp_path}", "--prompts=8", "--samples=4", "--lr=1e-3", "--warmup=0"
-    trainer = train.Run(train.parse([*TINY, *flags]))
-    examples = trainer.problems(0, 8)
-    result = trainer.rollout([trainer.encode_prompt(e) for e in examples])
-    rewards = [coin(None, trainer.text(tokens)) for tokens in result.tokens]
-    prompts = [trainer.encode_prompt(e) for e in examples]
-    batch, = trainer.update_batches(prompts, result, grpo.advantages(rewards, 4))
-    logp = lambda: torch.cat(trainer.no_grad_scores(trainer.model, batch["sequences"]))
-    objective = lambda: (logp() * batch["advantages"]).sum()
-    before = objective()
-    trainer.update(batch, grpo.Metrics())
-    assert objective() > before + 0.1
 
 
 @cpu_only
@@ -3541,32 +3032,6 @@ def test_fp8_learns_like_bf16(tmp_path):
         curves[precision] = [r["loss"] for r in read_log(tmp_path / precision) if r["kind"] == "supervised"]
     gaps = [abs(a / b - 1) for a, b in zip(*curves.values())]
     assert curves["bf16"][-1] < 0.3 * curves["bf16"][0] and max(gaps) < 0.03, curves
-
-
-@pytest.mark.parametrize("kind, tied", [("qwen2", False), ("qwen3", True), ("llama", False)])
-def test_checkpoints_load_in_transformers(tmp_path, paid, kind, tied):
-    """What a run saves: no key too many or too few, equal logits (FP32), the same ids, and back again."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    tokenizer = Tokenizer.bytes()
-    config = tiny_config(model_type=kind, tie_word_embeddings=tied, vocab_size=260, head_dim=12,
-                         eos_token_id=[256], rope_scaling=LLAMA3 if kind == "llama" else None)
-    scale_up(Transformer(config), 4.0).save_pretrained(tmp_path / "base")
-    tokenizer.save(tmp_path / "base")
-    run(tmp_path / "run", f"--model={tmp_path / 'base'}", "--sft-steps=0", "--steps=1", "--max-new-tokens=60")
-    folder = newest(tmp_path / "run")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    theirs, info = load(folder, dtype=FP32, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    ours = Transformer.from_pretrained(folder, "bf16", dtype=FP32)
-    tokens = torch.randint(0, 260, (100,))
-    with torch.no_grad():
-        mine, other = ours.logits(ours(tokens, [100])), theirs(tokens[None]).logits[0]
-    assert (mine - other).abs().max() < 1e-4 * other.abs().max()
-    text = "hé<|user|>"
-    assert transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == tokenizer.encode(text)
-    theirs.to(BF16).save_pretrained(tmp_path / "again")
-    first, again = (dict(model.read_tensors(d, config)) for d in (folder, tmp_path / "again"))
-    assert first.keys() == again.keys() and all(torch.equal(first[n], again[n]) for n in first)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
@@ -3605,25 +3070,8 @@ def test_bare_machine(tmp_path):
 
 # ---- several ranks, under torchrun, with gloo on the CPU ---------------------------------------------------
 
-RANK = f"""
-import os, runpy, signal, sys, zlib
-sys.path.insert(0, {str(HERE)!r})
-import grpo, rollout
-grpo.Example.reward = lambda self, completion: float(zlib.crc32(completion.encode()) % 2)    # coin
-HOOK
-runpy.run_path({str(HERE / "train.py")!r}, run_name="__main__")
-"""
 SHORT = ["--sft-steps=0", "--prompts=5", "--samples=4", "--max-new-tokens=40", "--steps=1", "--warmup=0",
          "--micro-tokens=256", "--seed=2"]      # a seed of unequal rewards and lengths
-
-
-def torchrun(count, out, *flags, hook=""):
-    script = Path(out).with_suffix(".py")
-    script.write_text(RANK.replace("HOOK", hook))
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                             f"--nproc-per-node={count}", script, *TINY, f"--out={out}", *flags],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def finished(process, seconds=120):
@@ -3644,8 +3092,8 @@ def test_ranks_sample_and_learn_what_one_process_does(tmp_path, paid, capsys, co
     `bf16` what is rounded to BF16 belongs to one token, and sums over tokens are FP32: their order differs.
     """
     flags = [*SHORT, f"--precision={precision}"]
-    ranks = torchrun(count, tmp_path / "ranks", *flags)
-    again = torchrun(count, tmp_path / "again", *flags) if (count, precision) == (2, "fp8") else None
+    ranks = start(tmp_path / "ranks", *flags, ranks=count)
+    again = start(tmp_path / "again", *flags, ranks=count) if (count, precision) == (2, "fp8") else None
     one, = run(tmp_path / "one", *flags)
     sample = re.search("--- a completion .*", capsys.readouterr().out)[0]
     status, text, errors = finished(ranks)
@@ -3681,7 +3129,7 @@ def test_one_rank_goes_on_as_two_and_back(tmp_path, paid):
     hook = ("if os.environ['RANK'] == '1':\n"
             "    advantages = grpo.advantages\n"
             "    grpo.advantages = lambda *a: (os.kill(os.getpid(), signal.SIGINT), advantages(*a))[1]")
-    status, text, errors = finished(torchrun(2, out, *flags, "--steps=9", hook=hook))
+    status, text, errors = finished(start(out, *flags, "--steps=9", ranks=2, hook=hook))
     assert status == 0, errors
     assert "resumed from" in text and "interrupted after 2 steps, saved" in text
     steps = run(out, *flags, "--steps=3")
@@ -3701,31 +3149,20 @@ def test_a_rank_that_fails_ends_the_run(tmp_path, paid):
             "        result.logprobs[0][0] += 1\n"
             "        return result\n"
             "    rollout.Sampler.generate = disturbed")
-    start = time.time()
+    began = time.time()
     flags = [*SHORT, "--sft-steps=2", "--sft-batch=1", "--steps=0"]
     run(tmp_path / "one", *flags)
-    status, _, errors = finished(torchrun(2, tmp_path / "run", *flags, "--steps=1", hook=hook))
-    assert status != 0 and time.time() - start < 60
+    status, _, errors = finished(start(tmp_path / "run", *flags, "--steps=1", ranks=2, hook=hook))
+    assert status != 0 and time.time() - began < 60
     log = read_log(tmp_path / "run")
     assert len(log) == 4 and log == read_log(tmp_path / "one")[:4]
     assert re.findall("rank .: error.*", errors) == re.findall(
         r"rank \d: error: step 0: log-probs differ first at sequence 4, position \d+: .*", errors) != []
 
 
-def test_work_is_dealt_out_by_tokens():
-    rng = random.Random(0)
-    for count in (1, 2, 3, 8):
-        sizes = [rng.randint(1, 200) for _ in range(rng.randint(0, 40))]
-        shares = [train.Ranks.deal(types.SimpleNamespace(rank=r, count=count), sizes) for r in range(count)]
-        assert sorted(i for share in shares for i in share) == list(range(len(sizes)))
-        assert all(share == sorted(share) for share in shares)
-        loads = [sum(sizes[i] for i in share) for share in shares]
-        assert max(loads) - min(loads) <= max(sizes, default=0)
-
-
 @pytest.mark.parametrize("flags, words", [
-    ("--prompts=3", "each of the 4 ranks"), ("--prompts=4 --updates=4 --samples=2", "leaves 2 completions"),
-    ("--prompts=4 --device=cuda:1", "every rank takes the GPU"), ("--device=cuda", "torch sees 1 GPUs")])
+    ("--prompts=3", "each of the 4 ranks"), ("--prompts=4 --device=cuda:1", "every rank takes the GPU"),
+    ("--prompts=4 --device=cuda", "torch sees 1 GPUs")])
 def test_ranks_that_cannot_work_are_refused(monkeypatch, flags, words):
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))

@@ -17,6 +17,7 @@ import dataclasses
 import datetime
 import difflib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 
 # Micro-batches differ in size: blocks of fixed size would leave a quarter of the memory in unusable pieces.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -46,8 +48,16 @@ from rollout import Parser, Rollout, Sampler, explain
 # ---- configuration -------------------------------------------------------------------------------
 
 
-def opt(default, help):
-    return dataclasses.field(default=default, metadata={"help": help})
+STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def opt(default, help, least=0, choices=None):
+    """A field with the help text of its flag, and the least number or the words that make sense."""
+    return dataclasses.field(default=default, metadata=dict(help=help, least=least, choices=choices))
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
 
 
 @dataclasses.dataclass
@@ -56,65 +66,62 @@ class Config:
 
     # what is trained, on what
     model: str = opt("", "checkpoint folder or Hugging Face name; empty: a small model from random weights")
-    task: str = opt("sum", f"one of {', '.join(grpo.TASKS)}")
+    task: str = opt("sum", "what is learned", choices=grpo.TASKS)
     data: str = opt("", "for --task=jsonl: TRAIN.jsonl,HELDOUT.jsonl with fields question and answer")
-    difficulty: int = opt(None, "for generated tasks: number of terms, which sets the length of a solution")
-    digits: int = opt(None, "for --task=sum: digits of a term")
-    precision: str = opt("fp8", "bf16, fp8-rollout (only the sampler in FP8) or fp8 (one FP8 flow for both)")
-    kv: str = opt("bf16", "keys and values, of sampler and trainer alike: bf16, or fp8 (half the cache)")
+    difficulty: int = opt(None, "for generated tasks: number of terms, so length of a solution", least=1)
+    digits: int = opt(None, "for --task=sum: digits of a term", least=1)
+    precision: str = opt("fp8", "fp8-rollout: only the sampler in FP8; fp8: one flow for both",
+                         choices=model_file.PRECISIONS)
+    kv: str = opt("bf16", "keys and values, of sampler and trainer alike; fp8 is half the cache",
+                  choices=model_file.KV_TYPES)
     device: str = opt("", "cuda or cpu; empty: cuda if there is one")
     seed: int = opt(0, "seed of weights, problems and samples")
-    layers: int = opt(None, "layers of the small model")
-    width: int = opt(None, "hidden size of the small model")
+    layers: int = opt(None, "layers of the small model", least=1)
+    width: int = opt(None, "hidden size of the small model", least=1)
     # supervised phase
     sft_steps: int = opt(None, "supervised steps on worked solutions before GRPO (0: none)")
-    sft_batch: int = opt(None, "solutions a supervised step")
+    sft_batch: int = opt(None, "solutions a supervised step", least=1)
     sft_lr: float = opt(None, "peak learning rate of the supervised phase")
     # GRPO
     steps: int = opt(None, "GRPO steps")
-    prompts: int = opt(None, "problems a step")
-    samples: int = opt(None, "completions a problem: one group")
-    updates: int = opt(1, "optimizer updates a step, each on its share of the problems")
-    max_new_tokens: int = opt(None, "longest completion, in tokens")
-    temperature: float = opt(1.0, "of the training samples, in sampler and trainer alike")
+    prompts: int = opt(None, "problems a step", least=1)
+    samples: int = opt(None, "completions a problem: one group, whose mean is the baseline", least=2)
+    updates: int = opt(1, "optimizer updates a step, each on its share of the problems", least=1)
+    max_new_tokens: int = opt(None, "longest completion, in tokens", least=1)
+    temperature: float = opt(1.0, "of the training samples, in sampler and trainer alike", least=1e-6)
     lr: float = opt(None, "peak learning rate of GRPO")
     warmup: int = opt(5, "steps over which the learning rate rises linearly")
     lr_decay: float = opt(0.0, "share of the learning rate that is lost, linearly, by the last step")
     weight_decay: float = opt(0.0, "AdamW's, on matrices")
-    beta1: float = opt(0.9, "AdamW's decay of the first moment")
-    beta2: float = opt(0.95, "AdamW's decay of the second moment")
-    grad_clip: float = opt(1.0, "largest norm of the whole gradient")
+    grad_clip: float = opt(1.0, "largest norm of the whole gradient", least=1e-6)
     clip_low: float = opt(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: float = opt(0.28, "the ratio is clipped above 1 + clip_high")
-    loss_mean: str = opt("token", "token: the loss is a mean over all tokens of an update; completion: over "
-                                  "completions, of the means over their tokens")
+    loss_mean: str = opt("token", "what the loss is a mean over: all tokens, or completions (of their means)",
+                         choices=("token", "completion"))
     normalize_std: bool = opt(False, "divide advantages by the group's standard deviation")
     drop_truncated: bool = opt(False, "leave completions that reached max_new_tokens out of the loss")
-    drop_equal: bool = opt(False, "leave groups whose rewards are all equal out of the loss: they have no "
-                                  "gradient, but take time and count in its mean")
+    drop_equal: bool = opt(False, "leave groups of equal rewards, which have no gradient, out of the loss")
     kl: float = opt(0.0, "weight of the KL divergence to the policy GRPO starts from (0: no second model)")
     tis: float = opt(0.0, "with fp8-rollout: weigh tokens by min(TIS, old / sampler probability) (0: off)")
     # engine
-    micro_tokens: int = opt(None, "tokens in one packed forward and backward pass")
+    micro_tokens: int = opt(None, "tokens in one packed forward and backward pass", least=1)
     recompute: bool = opt(False, "run each layer again in the backward pass, instead of keeping activations")
-    states: str = opt("fp32", "masters and moments of AdamW: fp32, or bf16 with stochastic rounding, which "
-                              "takes half the memory")
-    exact: str = opt("", "stop, warn or off when a log-prob differs; empty: stop in fp8 on Hopper or a CPU, "
-                         "else warn")
+    states: str = opt("fp32", "masters and moments of AdamW; bf16 (stochastic rounding) is half the memory",
+                      choices=STATES)
+    exact: str = opt("", "when a log-prob differs; empty: stop in fp8 on Hopper or a CPU, else warn",
+                     choices=("stop", "warn", "off"))
     # evaluation, logging, saving
     eval_every: int = opt(None, "steps between evaluations on held-out problems (0: only before and after)")
-    eval_problems: int = opt(256, "held-out problems of an evaluation")
-    eval_samples: int = opt(1, "answers to each: 1 is the greedy one; more are drawn, for pass@1 and pass@k")
+    eval_problems: int = opt(256, "held-out problems of an evaluation", least=1)
+    eval_samples: int = opt(1, "answers to each: 1 is greedy, more are drawn for pass@1 and pass@k", least=1)
     sample_every: int = opt(20, "steps between printed completions (0: none)")
     save_every: int = opt(50, "steps between checkpoints (0: only at the end)")
-    keep: int = opt(2, "checkpoints that are kept")
+    keep: int = opt(2, "checkpoints that are kept", least=1)
     out: str = opt("", "run folder; empty: runs/TASK-PRECISION-TIME")
     resume: bool = opt(False, "continue from the newest checkpoint in --out, if there is one")
     wandb: str = opt("", "Weights & Biases project to log to as well (needs the package wandb)")
     debug: bool = opt(False, "show the whole traceback of an error")
 
-
-STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # Values for flags that were not given: for the small model by device, else for a checkpoint.
 PRESETS = {
@@ -124,35 +131,32 @@ PRESETS = {
     "cpu": dict(difficulty=3, digits=1, layers=2, width=128, sft_steps=400, sft_batch=32, sft_lr=3e-3,
                 steps=30, prompts=16, samples=8, max_new_tokens=32, lr=1e-4, micro_tokens=4096,
                 eval_every=10),
-    "checkpoint": dict(difficulty=4, digits=2, layers=0, width=0, sft_steps=0, sft_batch=64, sft_lr=1e-5,
-                       steps=100, prompts=32, samples=8, max_new_tokens=512, lr=1e-6, micro_tokens=16384,
+    "checkpoint": dict(difficulty=4, digits=2, sft_steps=0, sft_batch=64, sft_lr=1e-5, steps=100,
+                       prompts=32, samples=8, max_new_tokens=512, lr=1e-6, micro_tokens=16384,
                        eval_every=0),
 }
 
 
 def parse(argv):
     """Command line -> Config. An unknown flag is refused with the nearest name."""
-    raw = argparse.RawDescriptionHelpFormatter
+    fields, raw = dataclasses.fields(Config), argparse.RawDescriptionHelpFormatter
     parser = Parser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    for f in dataclasses.fields(Config):
-        flag, text = "--" + f.name.replace("_", "-"), f.metadata["help"] + f" [{f.default}]"
-        if f.type is bool:
-            parser.add_argument(flag, default=f.default, help=text, action=argparse.BooleanOptionalAction)
-        else:
-            parser.add_argument(flag, type=f.type, default=f.default, help=text, metavar=f.name.upper())
+    for f in fields:
+        takes = (dict(action=argparse.BooleanOptionalAction) if f.type is bool else
+                 dict(type=f.type, choices=f.metadata["choices"]))
+        text = f"{f.metadata['help']} [{f.default}]"
+        parser.add_argument(flag(f.name), default=f.default, help=text, **takes)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(Config)]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1)
+        near = difflib.get_close_matches(unknown[0].split("=")[0], [flag(f.name) for f in fields], 1)
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise ValueError(f"unknown argument '{unknown[0]}': {hint}")
     cfg = Config(**vars(known))
     cfg.device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if cfg.device.split(":")[0] not in ("cuda", "cpu"):
-        raise ValueError(f"--device={cfg.device}: it must be cuda, cuda:N or cpu")
-    if cfg.resume and not cfg.out:
-        raise ValueError("--resume needs --out=FOLDER, the folder of the run to go on with")
-    for name, value in PRESETS["checkpoint" if cfg.model else cfg.device.split(":")[0]].items():
+    kind = cfg.device.split(":")[0]
+    refuse(kind not in ("cuda", "cpu"), f"--device={cfg.device}: it must be cuda, cuda:N or cpu")
+    refuse(cfg.resume and not cfg.out, "--resume needs --out=FOLDER, the folder of the run to go on with")
+    for name, value in PRESETS["checkpoint" if cfg.model else kind].items():
         if getattr(cfg, name) is None:
             setattr(cfg, name, value)
     cfg.out = cfg.out or f"runs/{cfg.task}-{cfg.precision}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -160,65 +164,46 @@ def parse(argv):
     return cfg
 
 
+def refuse(wrong, message):
+    if wrong:
+        raise ValueError(message)
+
+
 def check(cfg):
     """Refuse, in seconds and before anything is loaded, what cannot work."""
-    if cfg.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("--device=cuda, but torch sees no CUDA device: check the driver, or use the CPU")
-    choices = {"task": grpo.TASKS, "precision": model_file.PRECISIONS, "kv": model_file.KV_TYPES,
-               "exact": ("", "stop", "warn", "off"), "states": STATES, "loss_mean": ("token", "completion")}
-    for name, allowed in choices.items():
-        if getattr(cfg, name) not in allowed:
-            choice = ", ".join(filter(None, allowed))
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(cfg, name)}: choose one of {choice}")
-    positive = {"prompts", "updates", "max_new_tokens", "micro_tokens", "keep", "difficulty", "eval_problems",
-                "eval_samples"}
-    positive |= set() if cfg.model else {"layers", "width"}
-    for f in dataclasses.fields(Config):
-        value, low = getattr(cfg, f.name), int(f.name in positive)
-        high = 1 if f.name in ("beta1", "beta2") else math.inf
-        if f.type in (int, float) and f.name != "seed" and not low <= value < high:    # refuses NaN as well
-            raise ValueError(f"--{f.name.replace('_', '-')}={value}: must be a number of at least {low}"
-                             + (" and below 1" if high == 1 else ""))
-    if cfg.samples < 2:
-        raise ValueError(f"--samples={cfg.samples}: a group needs 2 completions, its mean is the baseline")
-    if cfg.updates > cfg.prompts:
-        raise ValueError(f"--updates={cfg.updates}, --prompts={cfg.prompts}: each update needs a problem")
-    if cfg.temperature < 1e-6 or not cfg.grad_clip:
-        raise ValueError(f"--temperature={cfg.temperature}, --grad-clip={cfg.grad_clip}: "
-                         "both must be above 0")
-    if not 0 <= cfg.seed < 2**63:
-        raise ValueError(f"--seed={cfg.seed}: it must be a number of 0 to 2^63 - 1")
-    if cfg.drop_equal and cfg.kl:
-        raise ValueError(f"--drop-equal leaves out groups that --kl={cfg.kl} still learns from: give one of "
-                         "the two")
-    if cfg.tis and cfg.precision != "fp8-rollout":
-        raise ValueError(f"--tis={cfg.tis} weighs the gap of --precision=fp8-rollout, not of {cfg.precision}")
+    for f in dataclasses.fields(cfg):
+        value, least = getattr(cfg, f.name), f.metadata["least"]
+        refuse(f.type in (int, float) and value is not None and not least <= value < math.inf,   # NaN as well
+               f"{flag(f.name)}={value}: must be a number of at least {least}")
+    refuse(cfg.device.startswith("cuda") and not torch.cuda.is_available(),
+           "--device=cuda, but torch sees no CUDA device: check the driver, or use the CPU")
+    refuse(cfg.seed >= 2**63, f"--seed={cfg.seed}: it must be below 2^63")
+    refuse(cfg.updates > cfg.prompts,
+           f"--updates={cfg.updates}, --prompts={cfg.prompts}: each update needs a problem")
+    refuse(cfg.drop_equal and cfg.kl,
+           f"--drop-equal leaves out groups that --kl={cfg.kl} still learns from: give one of the two")
+    refuse(cfg.tis and cfg.precision != "fp8-rollout",
+           f"--tis={cfg.tis} weighs the gap of --precision=fp8-rollout, not of {cfg.precision}")
     files = cfg.data.split(",")
-    if cfg.task == "jsonl" and not (1 <= len(files) <= 2 and all(files)):
-        raise ValueError(f"--task=jsonl needs --data=TRAIN.jsonl,HELDOUT.jsonl, not '{cfg.data}'\n"
-                         f"(GSM8K: {grpo.GSM8K})")
-    if cfg.task != "jsonl" and cfg.data:
-        raise ValueError(f"--data={cfg.data} is read by --task=jsonl, not by --task={cfg.task}")
-    if cfg.wandb and importlib.util.find_spec("wandb") is None:
-        raise ValueError("--wandb needs the package wandb: pip install wandb (log.jsonl has it all too)")
+    refuse(cfg.task == "jsonl" and not (len(files) <= 2 and all(files)),
+           f"--task=jsonl needs --data=TRAIN.jsonl,HELDOUT.jsonl, not '{cfg.data}'\n(GSM8K: {grpo.GSM8K})")
+    refuse(cfg.task != "jsonl" and cfg.data,
+           f"--data={cfg.data} is read by --task=jsonl, not by --task={cfg.task}")
+    refuse(cfg.wandb and importlib.util.find_spec("wandb") is None,
+           "--wandb needs the package wandb: pip install wandb (log.jsonl has it all too)")
     if world_size() > 1:
         check_ranks(cfg, world_size())
 
 
 def check_ranks(cfg, count):
-    if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
-        raise ValueError("the ranks are spread over several hosts, and only one is supported: --standalone")
-    if cfg.device not in ("cuda", "cpu"):
-        raise ValueError(f"--device={cfg.device}: under torchrun every rank takes the GPU of its own number")
-    if cfg.device == "cuda" and torch.cuda.device_count() < count:
-        raise ValueError(f"--nproc-per-node={count}, but torch sees {torch.cuda.device_count()} GPUs")
-    if cfg.prompts < count:
-        raise ValueError(f"--prompts={cfg.prompts}: each of the {count} ranks samples for one or more: raise "
-                         "it, or lower --nproc-per-node")
-    least = cfg.prompts // cfg.updates * cfg.samples
-    if least < count:
-        raise ValueError(f"--updates={cfg.updates} leaves {least} completions to an update, too few for "
-                         f"{count} ranks: lower it, or raise --prompts or --samples")
+    refuse(os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"],
+           "the ranks are spread over several hosts, and only one is supported: --standalone")
+    refuse(cfg.device not in ("cuda", "cpu"),
+           f"--device={cfg.device}: under torchrun every rank takes the GPU of its own number")
+    refuse(cfg.device == "cuda" and torch.cuda.device_count() < count,
+           f"--nproc-per-node={count}, but torch sees {torch.cuda.device_count()} GPUs")
+    refuse(cfg.prompts < count, f"--prompts={cfg.prompts}: each of the {count} ranks samples for one or "
+                                "more: raise it, or lower --nproc-per-node")
 
 
 # ---- packing -------------------------------------------------------------------------------------
@@ -294,9 +279,10 @@ def fitting(c, cfg, room, longest):
     the products get slow: that comes last.
     """
     changes = {}, {"recompute": True}, {"states": "bf16"}, {"recompute": True, "states": "bf16"}
-    for change, least in [(change, 8192) for change in changes] + [(change, 0) for change in changes]:
-        new, least = dataclasses.replace(cfg, **change), max(longest, min(least, cfg.micro_tokens))
-        for tokens in range(max(cfg.micro_tokens, longest), least - 1, -256):
+    most = max(cfg.micro_tokens, longest)
+    for least, change in itertools.product((min(8192, cfg.micro_tokens), 0), changes):
+        new = dataclasses.replace(cfg, **change)
+        for tokens in range(most, max(longest, least) - 1, -256):
             if SPARE + sum(memory(c, new, tokens).values()) <= room:
                 return change | ({"micro_tokens": tokens} if tokens < cfg.micro_tokens else {})
     return None
@@ -307,7 +293,7 @@ def advice(c, cfg, room, longest):
     change = fitting(c, cfg, room, longest)
     if change is None:
         return "lower --max-new-tokens, or take a smaller model"
-    flags = " ".join("--" + k.replace("_", "-") + ("" if v is True else f"={v}") for k, v in change.items())
+    flags = " ".join(flag(k) + ("" if v is True else f"={v}") for k, v in change.items())
     return f"give {flags}" if flags else "free the GPU of other processes"
 
 
@@ -331,7 +317,7 @@ def world_size():
 
 
 class Ranks:
-    """This process among those that torchrun started. Alone, it makes no call to torch.distributed.
+    """This process among those that torchrun started; alone, it makes no call to torch.distributed.
 
     Every rank holds the whole model and applies the same summed gradient, so weights stay equal to the bit.
     Prompts are dealt out in turn; their completions are then known to all, and dealt out again, by length, to
@@ -340,7 +326,8 @@ class Ranks:
     """
 
     def __init__(self, device):
-        self.rank, self.count = int(os.environ.get("RANK", 0)) if world_size() > 1 else 0, world_size()
+        self.count = world_size()
+        self.rank = int(os.environ["RANK"]) if self.count > 1 else 0
         self.device = torch.device(device)
         if self.count > 1 and device == "cuda":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -355,9 +342,9 @@ class Ranks:
         if self.rank:
             sys.stdout = open(os.devnull, "w")     # rank 0 speaks for all; errors go to stderr
 
-    def call(self, collective, *tensors):
+    def call(self, collective, *args):
         try:
-            collective(*tensors)
+            collective(*args)
         except RuntimeError:
             if self.device.type == "cpu":
                 time.sleep(10)   # gloo: another rank is gone. It has said why, and torchrun ends this one now
@@ -368,27 +355,12 @@ class Ranks:
         if self.count > 1:
             self.call(dist.all_reduce, tensor)
 
-    def gather(self, values):
-        """Every rank's 1-D CPU tensor, whatever their lengths, in the order of ranks."""
-        if self.count == 1:
-            return [values]
-
-        def same_length(tensor):
-            parts = [torch.empty_like(tensor, device=self.device) for _ in range(self.count)]
-            self.call(dist.all_gather, parts, tensor.to(self.device))
-            return [part.cpu() for part in parts]
-
-        lengths = [int(n) for n in same_length(torch.tensor([len(values)]))]
-        padded = torch.cat([values, values.new_zeros(max(1, *lengths) - len(values))])
-        return [part[:n] for part, n in zip(same_length(padded), lengths)]
-
-    def total(self, numbers):
-        """Numbers added up over all ranks, in FP64 and in the order of ranks. Waits until all are here."""
-        return torch.stack(self.gather(torch.tensor(numbers, dtype=torch.float64))).sum(0).tolist()
-
-    def first(self, text):
-        """The text of rank 0, on every rank."""
-        return os.fsdecode(bytes(self.gather(torch.tensor(list(os.fsencode(text))))[0].tolist()))
+    def gather(self, value):
+        """Every rank's value (numbers, texts, CPU tensors), by rank. Waits until all are here."""
+        values = [value] * self.count
+        if self.count > 1:
+            self.call(dist.all_gather_object, values, value)
+        return values
 
     def deal(self, sizes):
         """Indices of this rank's share of the work: the largest goes first, each to the least loaded rank."""
@@ -402,36 +374,26 @@ class Ranks:
 
     def merge(self, rollout, samples):
         """The completions of prompts that were dealt out in turn -> those of all prompts, on every rank."""
-        if self.count == 1:
-            return rollout
-        lengths = self.gather(torch.tensor([len(tokens) for tokens in rollout.tokens]))
-        stopped = self.gather(torch.tensor([int(finish == "stop") for finish in rollout.finish]))
-        tokens = self.gather(torch.tensor([i for tokens in rollout.tokens for i in tokens]))
-        logprobs = self.gather(torch.cat(rollout.logprobs))                    # copied, so the same bits
-        parts = [zip(tokens[r].split(n.tolist()), logprobs[r].split(n.tolist()), stopped[r].tolist())
-                 for r, n in enumerate(lengths)]
-        merged = Rollout()
-        for i in range(sum(len(n) for n in lengths)):
-            ids, logp, stop = next(parts[i // samples % self.count])
-            merged.tokens.append(ids.tolist())
-            merged.logprobs.append(logp)
-            merged.finish.append("stop" if stop else "length")
-        return merged
+        shares = [list(zip(r.tokens, r.logprobs, r.finish)) for r in self.gather(rollout)]
+        prompts = sum(map(len, shares)) // samples
+        merged = [shares[i % self.count][i // self.count * samples + j]
+                  for i in range(prompts) for j in range(samples)]
+        return Rollout(*map(list, zip(*merged)))
 
 
 # ---- the run -------------------------------------------------------------------------------------
 
 
 class Run:
-    """Everything a run holds; its methods are the phases of the loop in `main`."""
+    """Everything a run holds; its methods are the phases of the loop in `work`."""
 
     def __init__(self, cfg):
-        self.cfg, self.step, self.skipped, self.bad, self.silent, self.warned = cfg, 0, 0, 0, 0, False
-        self.ranks = Ranks(cfg.device)
+        self.cfg, self.step, self.logged, self.skipped, self.bad, self.silent = cfg, 0, 0, 0, 0, 0
+        self.start_clock, self.ranks, self.reference = time.time(), Ranks(cfg.device), None
         self.device = self.ranks.device
-        cfg.out = self.ranks.first(cfg.out)        # its default name holds a time
+        cfg.out = self.ranks.gather(cfg.out)[0]         # its default name holds a time
+        self.out = Path(cfg.out)
         self.task = make_task(cfg)
-        self.start_clock = time.time()
         if cfg.model:
             folder = model_file.folder_from_name(cfg.model)
             self.tokenizer = Tokenizer.from_pretrained(folder)
@@ -439,28 +401,26 @@ class Run:
         else:
             self.tokenizer = Tokenizer.bytes()
             config = small_config(cfg, self.tokenizer)
-        self.tokenizer.now = datetime.datetime.fromisoformat(self.ranks.first(self.tokenizer.now.isoformat()))
+        self.tokenizer.now = self.ranks.gather(self.tokenizer.now)[0]
         self.fit(config)
         self.fit_memory(config)
-        # This call checks the headers of a checkpoint's files: before memory is taken, or a file written.
-        tensors = model_file.read_tensors(folder, config) if cfg.model else None
+        if cfg.model:
+            model_file.read_tensors(folder, config)    # checks the files: before memory is taken
         if self.ranks.rank == 0:
             self.prepare_folder()
         self.model = Transformer(config, cfg.precision, self.device, seed=None, kv=cfg.kv)
         self.model.recompute = cfg.recompute
         # The file, or the generator of random weights, is read twice: for what the forward pass reads and for
         # the FP32 masters. The model alone never holds more than its own precision.
-        first = lambda: (model_file.read_tensors(folder, config) if cfg.model
-                         else self.model.random_tensors(cfg.seed))
-        self.model.load(tensors or first())
-        self.optimizer = fp8.AdamW(self.model.weights(), (cfg.beta1, cfg.beta2), 1e-8, cfg.weight_decay,
+        read = lambda: (model_file.read_tensors(folder, config) if cfg.model
+                        else self.model.random_tensors(cfg.seed))
+        self.model.load(read())
+        self.optimizer = fp8.AdamW(self.model.weights(), (0.9, 0.95), 1e-8, cfg.weight_decay,
                                    decay=lambda name: not name.endswith(("norm", "bias")),
                                    states=STATES[cfg.states])
-        self.optimizer.load(first())
+        self.optimizer.load(read())
         self.sampler = Sampler(self.model, verbose=True)
         self.inv_temp = torch.tensor([1.0 / cfg.temperature], device=self.device)
-        self.one = torch.ones(1, device=self.device)
-        self.reference = None
         hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) == (9, 0)
         promised = cfg.precision == "fp8" and (hopper or self.device.type == "cpu")
         self.exact = cfg.exact or ("stop" if promised else "warn")
@@ -473,38 +433,44 @@ class Run:
             return self.tokenizer.chat([{"role": "user", "content": example.prompt}])
         return self.tokenizer.encode(example.prompt, parse_special=False)
 
+    def encode_solution(self, example):
+        refuse(example.solution is None,
+               f"--sft-steps={self.cfg.sft_steps} learns from solutions, but the answer to "
+               f"{example.prompt[:60]!r} has none before a last line '#### ...': --sft-steps=0")
+        return self.tokenizer.encode(example.solution, parse_special=False) + self.tokenizer.eos_ids[:1]
+
+    def problems(self, first, count):
+        """`count` training examples from a running number on, in an order that depends on the seed alone."""
+        return [self.task.train(i) for i in range(first, first + count)]
+
+    def text(self, ids):
+        return self.tokenizer.decode([i for i in ids if i not in self.tokenizer.eos_ids])
+
     def fit(self, config):
         """Leave out problems whose completion may not fit the context: said now, not cut in silence later."""
-        cfg, most, ids = self.cfg, config.max_position_embeddings, config.vocab_size
-        encode = lambda text: self.tokenizer.encode(text or "", parse_special=False)
+        cfg, most, task = self.cfg, config.max_position_embeddings, self.task
+        refuse(not self.tokenizer.eos_ids, f"{cfg.model}: no file names an end-of-text id, so no completion "
+                                           "would end: put eos_token_id into generation_config.json")
+        drawn = not hasattr(task, "rows")    # as many as one likes: the held-out ones stand in for them
 
-        def fits(example):
+        def size(example):
             prompt = self.encode_prompt(example)
-            if max(prompt, default=0) >= ids:
-                raise ValueError(f"{cfg.model}: tokenizer.json makes id {max(prompt)} of "
-                                 f"{example.prompt[:60]!r}, by config.json there are {ids}: no match")
-            solution = len(encode(example.solution)) + 1 if cfg.sft_steps else 0
-            return len(prompt) + max(cfg.max_new_tokens, solution) <= most
+            top = max(prompt, default=0)
+            refuse(top >= config.vocab_size,
+                   f"{cfg.model}: tokenizer.json makes id {top} of {example.prompt[:60]!r}, by config.json "
+                   f"there are {config.vocab_size}: no match")
+            solution = self.encode_solution(example) if cfg.sft_steps else []
+            return len(prompt) + max(cfg.max_new_tokens, len(solution))
 
-        if not self.tokenizer.eos_ids:
-            raise ValueError(f"{cfg.model}: no file names an end-of-text id, so no completion would end: put "
-                             "eos_token_id into generation_config.json")
-        rows = getattr(self.task, "rows", self.task.heldout)    # generated ones are drawn: held-out stand in
-        if cfg.sft_steps and (bare := [e for e in rows if e.solution is None]):
-            raise ValueError(f"--sft-steps={cfg.sft_steps} learns from solutions: {len(bare)} of {len(rows)} "
-                             f"answers in {cfg.data} have none before a last line '#### ...': --sft-steps=0")
-        dropped = [0, 0]
-        for i, examples in enumerate((rows, self.task.heldout)):
-            before, examples[:] = len(examples), [e for e in examples if fits(e)]
-            dropped[i] = before - len(examples)
-        solution = "its solution or " if cfg.sft_steps else ""
-        what = f"a prompt and {solution}--max-new-tokens={cfg.max_new_tokens}"
-        if not rows or not self.task.heldout or rows is self.task.heldout and dropped[0]:
-            raise ValueError(f"{what} do not fit the {most} tokens of the model: lower --max-new-tokens, "
-                             f"or give {'shorter problems' if cfg.data else 'a lower --difficulty'}")
-        if any(dropped):
-            print(f"note: {dropped[0]} training and {dropped[1]} held-out problems are left out, as {what} "
-                  f"pass the {most} tokens of the model; {len(rows)} and {len(self.task.heldout)} remain")
+        for examples in [task.heldout] if drawn else [task.heldout, task.rows]:
+            before, examples[:] = len(examples), [e for e in examples if size(e) <= most]
+            left_out = before - len(examples)
+            what = (f"{left_out} of {before} problems, with --max-new-tokens={cfg.max_new_tokens} or their "
+                    f"solution, do not fit the {most} tokens of the model")
+            refuse(not examples or drawn and left_out, f"{what}: lower --max-new-tokens, or give "
+                   + ("a lower --difficulty" if drawn else "shorter ones"))
+            if left_out:
+                print(f"note: {what}: they are left out")
 
     def fit_memory(self, config):
         """What an update and a checkpoint take, from the shapes alone: refuse now what can never fit."""
@@ -516,13 +482,9 @@ class Run:
         if self.device.type == "cuda":
             room = torch.cuda.mem_get_info(self.device)[1]
             least = sum(memory(config, cfg, self.longest).values())
-            if least > room:
-                raise ValueError(f"this takes {least / 2**30:.1f} GiB ({gib(self.parts)}), the GPU has "
-                                 f"{room / 2**30:.1f}: {advice(config, cfg, room, self.longest)}")
-
-    def problems(self, first, count):
-        """`count` training examples from a running number on, in an order that depends on the seed alone."""
-        return [self.task.train(i) for i in range(first, first + count)]
+            refuse(least > room,
+                   f"this takes {least / 2**30:.1f} GiB ({gib(self.parts)}), the GPU has "
+                   f"{room / 2**30:.1f}: {advice(config, cfg, room, self.longest)}")
 
     # ---- phases
 
@@ -532,30 +494,29 @@ class Run:
         Pages and graphs stay for the next step if the update fits beside them. Otherwise they are freed, and
         made anew each step: the update's own memory goes back to the sampler in its next `generate`.
         """
-        cfg, ranks, first = self.cfg, self.ranks, self.step * self.cfg.prompts * self.cfg.samples
-        mine = range(ranks.rank, cfg.prompts, ranks.count)
+        cfg, first = self.cfg, self.step * self.cfg.prompts * self.cfg.samples
+        mine = range(self.ranks.rank, cfg.prompts, self.ranks.count)
         rollout = self.sampler.generate(
             [prompts[i] for i in mine], cfg.samples, cfg.max_new_tokens, cfg.temperature, cfg.seed,
             self.tokenizer.eos_ids,
             keys=[first + i * cfg.samples + j for i in mine for j in range(cfg.samples)])
         hand_over(self.sampler, self.update_needs)
-        return ranks.merge(rollout, cfg.samples)
+        return self.ranks.merge(rollout, cfg.samples)
 
-    def learning_rate(self, step, peak, steps):
+    def learning_rate(self, step):
         warm = min(1.0, (step + 1) / max(1, self.cfg.warmup))
-        return peak * warm * (1.0 - self.cfg.lr_decay * step / max(1, steps))
+        return self.cfg.lr * warm * (1.0 - self.cfg.lr_decay * step / self.cfg.steps)
 
     def supervised_step(self, step):
         """One AdamW step on the mean -log p of solutions. -> loss, finite flag, both still on the device."""
         cfg = self.cfg
         examples = self.problems(step * cfg.sft_batch, cfg.sft_batch)
-        encode, eos = self.tokenizer.encode, self.tokenizer.eos_ids[:1]
-        pairs = [(self.encode_prompt(e), encode(e.solution, parse_special=False) + eos) for e in examples]
+        pairs = [(self.encode_prompt(e), self.encode_solution(e)) for e in examples]
         total = sum(len(completion) for _, completion in pairs)
         mine = self.ranks.deal([len(prompt) + len(completion) - 1 for prompt, completion in pairs])
-        loss_sum = torch.zeros((), device=self.device)
+        loss_sum, one = torch.zeros((), device=self.device), torch.ones(1, device=self.device)
         for batch in micro_batches([pairs[i] for i in mine], cfg.micro_tokens):
-            loss = -score(self.model, batch, self.one).sum() / total
+            loss = -score(self.model, batch, one).sum() / total
             loss.backward()
             loss_sum += loss.detach()
         self.ranks.sum_(self.optimizer.grads)
@@ -572,14 +533,12 @@ class Run:
         """
         if self.cfg.precision == "fp8":
             return batch["sampler"]
-        if self.cfg.updates == 1:
-            return None
-        return torch.cat(self.no_grad_scores(self.model, batch["sequences"]))
+        return self.no_grad_scores(self.model, batch["sequences"]) if self.cfg.updates > 1 else None
 
     @torch.no_grad()
     def no_grad_scores(self, model, sequences):
         parts = [score(model, b, self.inv_temp) for b in micro_batches(sequences, self.cfg.micro_tokens)]
-        return [torch.empty(0, device=self.device)] + parts        # not an empty list when all were dropped
+        return torch.cat([torch.empty(0, device=self.device)] + parts)    # also when all were dropped
 
     def update(self, batch, metrics):
         """One optimizer update. The loss is divided by the token count of the whole update, known beforehand.
@@ -591,8 +550,7 @@ class Run:
         seen = [torch.empty(0, device=self.device)]
         for micro in micro_batches(batch["sequences"], cfg.micro_tokens):
             logp = score(self.model, micro, self.inv_temp)
-            part = slice(at, at + logp.numel())
-            at += logp.numel()
+            part = slice(at, at := at + logp.numel())
             seen.append(logp.detach())
             old = seen[-1] if batch["old"] is None else batch["old"][part]
             weights = grpo.truncated_weights(old, batch["sampler"][part], cfg.tis) if cfg.tis else None
@@ -606,7 +564,7 @@ class Run:
         if not batch["tokens"]:                      # all dropped: nothing to learn, momentum must not act
             return seen[0], torch.zeros(()), torch.tensor(True)
         self.ranks.sum_(self.optimizer.grads)
-        norm, finite = self.optimizer.step(self.learning_rate(self.step, cfg.lr, cfg.steps), cfg.grad_clip)
+        norm, finite = self.optimizer.step(self.learning_rate(self.step), cfg.grad_clip)
         return torch.cat(seen), norm, finite
 
     def update_batches(self, prompts, rollout, advantages):
@@ -630,7 +588,7 @@ class Run:
                      "share": grpo.mean_share(lengths, tokens, completions).to(self.device)}
             batch["old"] = self.old_logprobs(batch)
             if cfg.kl:
-                batch["ref"] = torch.cat(self.no_grad_scores(self.reference_model(), batch["sequences"]))
+                batch["ref"] = self.no_grad_scores(self.reference_model(), batch["sequences"])
             batches.append(batch)
         return batches
 
@@ -640,30 +598,25 @@ class Run:
         After a supervised phase it is that policy to BF16 rounding: the folder holds no FP32 masters.
         """
         if self.reference is None:
-            start = os.path.join(self.cfg.out, "start")
-            folder = self.cfg.model if self.cfg.model and not self.cfg.sft_steps else start
+            folder = self.cfg.model if self.cfg.model and not self.cfg.sft_steps else self.out / "start"
             self.reference = Transformer.from_pretrained(folder, self.cfg.precision, self.device,
                                                          kv=self.cfg.kv)
         return self.reference
 
     def check_exact(self, batch, trainer):
         """The contract: sampler and trainer computed the same 32 bits for every token of the first update."""
-        if self.exact == "off" or (self.exact == "warn" and self.warned):
-            return
-        at = grpo.first_difference(batch["sampler"], trainer)
+        at = None if self.exact == "off" else grpo.first_difference(batch["sampler"], trainer)
         if at is None:
             return
         values = f"sampler {batch['sampler'][at].item():.9g}, trainer {trainer[at].item():.9g}"
-        sequence = 0
-        while at >= len(batch["sequences"][sequence][1]):
-            at -= len(batch["sequences"][sequence][1])
-            sequence += 1
-        prompt = len(batch["sequences"][sequence][0])
-        where = f"sequence {batch['index'][sequence]}, position {prompt + at}"
-        text = f"log-probs differ first at {where}: {values}"
+        for index, (prompt, completion) in zip(batch["index"], batch["sequences"]):
+            if at < len(completion):
+                break
+            at -= len(completion)
+        text = f"log-probs differ first at sequence {index}, position {len(prompt) + at}: {values}"
         if self.exact == "stop":
             raise RuntimeError(f"step {self.step}: {text}.\nThe exact flow is broken; --exact=warn goes on")
-        self.warned = True
+        self.exact = "off"
         print(f"note: {text} (expected in {self.cfg.precision}; said once, the dlogp columns go on)")
 
     def evaluate(self, when):
@@ -672,78 +625,67 @@ class Run:
         pass@k: the share of problems with a right one among k. The noise of these samples is keyed by
         negative numbers, which no training sample has, and the same in each evaluation.
         """
-        cfg, ranks, k = self.cfg, self.ranks, self.cfg.eval_samples
-        count, t0, rollout = len(self.task.heldout), time.time(), Rollout()
-        mine = range(ranks.rank, count, ranks.count)
+        cfg, k, heldout = self.cfg, self.cfg.eval_samples, self.task.heldout
+        t0, rollout, mine = time.time(), Rollout(), range(self.ranks.rank, len(heldout), self.ranks.count)
         if mine:
             rollout = self.sampler.generate(
-                [self.encode_prompt(self.task.heldout[i]) for i in mine], k, cfg.max_new_tokens,
+                [self.encode_prompt(heldout[i]) for i in mine], k, cfg.max_new_tokens,
                 cfg.temperature if k > 1 else 0.0, cfg.seed, self.tokenizer.eos_ids,
                 keys=[-1 - i * k - j for i in mine for j in range(k)])
-        right = torch.tensor([self.task.heldout[i].reward(self.text(rollout.tokens[n * k + j]))
-                              for n, i in enumerate(mine) for j in range(k)]).view(-1, k)
-        one, squares, some, truncated = ranks.total([right.mean(1).sum().item() if mine else 0,
-                                                     right.mean(1).square().sum().item() if mine else 0,
-                                                     right.amax(1).sum().item() if mine else 0,
-                                                     rollout.finish.count("length")])
-        error = math.sqrt(max(squares / count - (one / count) ** 2, 0) / count)  # of the mean over problems
-        seconds = time.time() - t0
-        passed = f"{one / count:.1%}" + (f" (pass@1), {some / count:.1%} (pass@{k})" if k > 1 else "")
+        rewards = [heldout[mine[n // k]].reward(self.text(ids)) for n, ids in enumerate(rollout.tokens)]
+        rewards, truncated = zip(*self.ranks.gather((rewards, rollout.finish.count("length"))))
+        right, seconds = torch.tensor(sum(rewards, []), dtype=torch.float64).view(-1, k), time.time() - t0
+        accuracy, some = right.mean().item(), right.amax(1).mean().item()
+        error = right.mean(1).std(correction=0).item() / math.sqrt(len(right))      # of the mean over problems
+        passed = f"{accuracy:.1%}" + (f" (pass@1), {some:.1%} (pass@{k})" if k > 1 else "")
         how = f"at temperature {cfg.temperature:g}" if k > 1 else "greedy"
-        print(f"held-out accuracy {when}: {passed} of {count} problems, {how} ({seconds:.1f} s)")
-        self.log({"kind": "eval", "step": self.step, "accuracy": one / count, "standard_error": error,
-                  "problems": count, "samples": k, "pass_k": some / count, "truncated": truncated / count / k,
-                  "seconds": seconds})
-
-    def text(self, ids):
-        return self.tokenizer.decode([i for i in ids if i not in self.tokenizer.eos_ids])
+        print(f"held-out accuracy {when}: {passed} of {len(right)} problems, {how} ({seconds:.1f} s)")
+        self.log({"kind": "eval", "step": self.step, "accuracy": accuracy, "standard_error": error,
+                  "problems": len(right), "samples": k, "pass_k": some,
+                  "truncated": sum(truncated) / right.numel(), "seconds": seconds})
 
     # ---- disk
 
     def prepare_folder(self):
         """The run folder, writable, with room for a checkpoint."""
-        cfg = self.cfg
-        if os.path.isdir(cfg.out) and checkpoints(cfg.out) and not cfg.resume:
-            raise ValueError(f"--out={cfg.out} holds checkpoints: add --resume, or give another folder")
+        out, takes = self.out, self.checkpoint_bytes
+        refuse(not self.cfg.resume and checkpoints(out),
+               f"--out={out} holds checkpoints: add --resume, or give another folder")
         try:
-            os.makedirs(os.path.join(cfg.out, "source"), exist_ok=True)
-            open(os.path.join(cfg.out, "log.jsonl"), "a").close()
+            (out / "source").mkdir(parents=True, exist_ok=True)
+            (out / "log.jsonl").touch()
         except OSError as error:
-            raise OSError(f"--out={cfg.out} cannot be written ({error.strerror}): give another folder")
-        takes, free = self.checkpoint_bytes, shutil.disk_usage(cfg.out).free
+            raise OSError(f"--out={out} cannot be written ({error.strerror}): give another folder")
+        free = shutil.disk_usage(out).free
         if free < takes:
-            raise OSError(f"--out={cfg.out} has {free / 2**30:.1f} GiB free, a checkpoint takes "
+            raise OSError(f"--out={out} has {free / 2**30:.1f} GiB free, a checkpoint takes "
                           f"{takes / 2**30:.1f}: make room, or give another folder")
 
     def keep_flags(self):
         """The flags and sources of the run, in its folder, once a resume was not refused. Flags come from the
         command line: what differs from the run before is said."""
-        if self.ranks.rank:
-            return
-        path, flags = os.path.join(self.cfg.out, "config.json"), dataclasses.asdict(self.cfg)
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as f:
-                before = json.load(f)
-            changed = [f"{k}={v} (was {before[k]})" for k, v in flags.items()
-                       if k not in ("resume", "debug", "out") and before.get(k, v) != v]
-            if changed:
-                print(f"note: the run in {self.cfg.out} goes on with other flags: {', '.join(changed)}")
+        path, flags = self.out / "config.json", dataclasses.asdict(self.cfg)
+        before = json.loads(path.read_text()) if path.exists() else {}
+        changed = [f"{k}={v} (was {before[k]})" for k, v in flags.items()
+                   if k not in ("resume", "debug", "out") and before.get(k, v) != v]
+        if changed:
+            print(f"note: the run in {self.out} goes on with other flags: {', '.join(changed)}")
         for name in ("model.py", "fp8.py", "rollout.py", "grpo.py", "train.py"):
-            shutil.copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), name),
-                        os.path.join(self.cfg.out, "source", name))
-        write_json(path, flags)
+            shutil.copy(HERE / name, self.out / "source" / name)
+        write(path, json.dumps(flags, indent=1))
 
     def log(self, record):
         """One JSON object a line, in ASCII, so no odd text can break it; NaN and Inf become null."""
         if self.ranks.rank:
             return
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        with open(os.path.join(self.cfg.out, "log.jsonl"), "a", encoding="utf-8") as f:
+        with open(self.out / "log.jsonl", "a") as f:
             f.write(json.dumps(record) + "\n")
+        self.logged += 1
         if self.cfg.wandb:
             import wandb
             if wandb.run is None:
-                wandb.init(project=self.cfg.wandb, dir=self.cfg.out, config=dataclasses.asdict(self.cfg))
+                wandb.init(project=self.cfg.wandb, dir=self.out, config=dataclasses.asdict(self.cfg))
                 wandb.define_metric("*", step_metric="step")      # an evaluation shares its step with others
             wandb.log({k if k == "step" else f"{record['kind']}/{k}": v for k, v in record.items()
                        if isinstance(v, (int, float))})
@@ -754,9 +696,8 @@ class Run:
         All is written into a folder of another name, and only when the disk itself has it, the rename makes
         it a checkpoint: whole or not at all, also if the power fails. Older ones go after that.
         """
-        out = self.cfg.out
-        folder, part = os.path.join(out, f"step-{self.step:06d}"), os.path.join(out, ".saving")
-        if self.ranks.rank == 0 and not os.path.isdir(folder):
+        out, folder, part = self.out, self.out / f"step-{self.step:06d}", self.out / ".saving"
+        if self.ranks.rank == 0 and not folder.is_dir():
             if not all(master.isfinite().all() for master in self.optimizer.master.values()):
                 raise RuntimeError("the weights are not finite, the last checkpoint stays: lower --lr")
             try:
@@ -771,9 +712,9 @@ class Run:
                               f"--out={out} --resume goes on from the one before") from None
             for old in checkpoints(out)[:-self.cfg.keep]:
                 # By a rename first: what is left of a removal that is killed must not look like a checkpoint.
-                os.rename(os.path.join(out, old), part)
+                os.rename(out / old, part)
                 shutil.rmtree(part)
-        self.ranks.total([])
+        self.ranks.gather(None)
         return folder
 
     def write_checkpoint(self, folder):
@@ -781,55 +722,41 @@ class Run:
         shutil.rmtree(folder, ignore_errors=True)
         self.model.save_pretrained(folder, self.optimizer.master.items())
         self.tokenizer.save(folder)
-        save_file(self.optimizer.state(), os.path.join(folder, "optimizer.safetensors"))
-        write_json(os.path.join(folder, "state.json"),
-                   {"step": self.step, "skipped": self.skipped, "silent": self.silent,
-                    "now": self.tokenizer.now.isoformat()})       # chat templates may print the date
+        save_file(self.optimizer.state(), folder / "optimizer.safetensors")
+        state = {"step": self.step, "skipped": self.skipped, "silent": self.silent,
+                 "logged": self.logged, "now": self.tokenizer.now.isoformat()}   # templates print the date
+        (folder / "state.json").write_text(json.dumps(state))
 
     def restore(self):
         """Go on from the newest checkpoint, if any: same weights, moments and counters, so the same bits."""
-        found = checkpoints(self.cfg.out) if self.cfg.resume else []
-        path = os.path.join(self.cfg.out, "log.jsonl")
-        if not found:
-            if self.ranks.rank == 0:
-                open(path, "w").close()      # lines of a start that was killed before its first checkpoint
-            return False
-        folder = os.path.join(self.cfg.out, found[-1])
-        try:
-            tensors = load_file(os.path.join(folder, "optimizer.safetensors"))
-            with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
-                state = json.load(f)
-            self.step, self.skipped, self.silent = state["step"], state["skipped"], state["silent"]
-            self.tokenizer.now = datetime.datetime.fromisoformat(state["now"])
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise ValueError(f"{folder} is damaged ({error!r}): remove it to resume the one before") from None
-        self.optimizer.load_state(tensors)
-        if self.ranks.rank == 0:
-            self.trim_log(path)
-        print(f"resumed from {folder}")
-        return True
-
-    def trim_log(self, path):
-        """Steps that the checkpoint does not know are run again: their lines go."""
-        open(path, "a").close()              # a lost log is no reason not to go on
-        with open(path, encoding="utf-8") as f:
-            lines = [line for line in f if line.endswith("\n") and self.known(json.loads(line))]
-        with open(path + ".part", "w", encoding="utf-8") as f:
-            f.writelines(lines)
-        os.replace(path + ".part", path)
-
-    def known(self, record):
-        """Whether the checkpoint holds a line's work. A finished run evaluates again: that line goes."""
-        last = 0 < record["step"] == self.cfg.steps
-        step = record["step"]
-        return step < self.step or record["kind"] != "step" and step == self.step and not last
+        found, logged = checkpoints(self.out) if self.cfg.resume else [], 0
+        if found:
+            folder = self.out / found[-1]
+            try:
+                tensors = load_file(folder / "optimizer.safetensors")
+                state = json.loads((folder / "state.json").read_text())
+                self.step, self.skipped, self.silent = state["step"], state["skipped"], state["silent"]
+                self.tokenizer.now, logged = datetime.datetime.fromisoformat(state["now"]), state["logged"]
+            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+                raise ValueError(f"{folder} is damaged ({error!r}): remove it to resume the one before"
+                                 ) from None
+            self.optimizer.load_state(tensors)
+            print(f"resumed from {folder}")
+        if self.ranks.rank == 0:       # what the checkpoint does not know is run, and logged, again
+            lines = (self.out / "log.jsonl").read_text().splitlines(keepends=True)[:logged]
+            write(self.out / "log.jsonl", "".join(lines))
+            self.logged = len(lines)
+        return bool(found)
 
 
-def write_json(path, value):
+HERE = Path(__file__).resolve().parent
+
+
+def write(path, text):
     """Write or replace a file, whole or not at all."""
-    with open(path + ".part", "w", encoding="utf-8") as f:
-        json.dump(value, f, indent=1)
-    os.replace(path + ".part", path)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def sync(*folders):
@@ -845,10 +772,7 @@ def sync(*folders):
 
 def checkpoints(folder):
     """Names of the whole checkpoints in a run folder, oldest first."""
-    return sorted(n for n in os.listdir(folder) if n.startswith("step-")) if os.path.isdir(folder) else []
-
-
-SMALL_CONTEXT = 16384     # positions of the small model: traces of thousands of bytes fit
+    return sorted(path.name for path in Path(folder).glob("step-*"))
 
 
 def make_task(cfg):
@@ -863,7 +787,7 @@ def small_config(cfg, tokenizer):
         model_type="qwen3", vocab_size=tokenizer.vocab_size, hidden_size=cfg.width,
         intermediate_size=3 * cfg.width, num_hidden_layers=cfg.layers,
         num_attention_heads=heads, num_key_value_heads=heads if heads % 2 else heads // 2, head_dim=64,
-        max_position_embeddings=SMALL_CONTEXT,
+        max_position_embeddings=16384,       # traces of thousands of bytes fit
         rope_theta=10000.0, tie_word_embeddings=True, eos_token_id=tokenizer.eos_ids)
 
 
@@ -886,14 +810,13 @@ def git_commit():
     """Short hash of the sources' commit, or "-" where there is no git or no repository."""
     if not shutil.which("git"):
         return "-"
-    command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "--short", "HEAD"]
+    command = ["git", "-C", HERE, "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "-"
 
 
 def header(run):
-    """What runs, on what, and what it needs: the first lines of every log."""
-    cfg, c = run.cfg, run.model.config
-    cuda = run.device.type == "cuda"
+    """What runs, on what, what it needs: the first lines of every log."""
+    cfg, c, cuda = run.cfg, run.model.config, run.device.type == "cuda"
     name = torch.cuda.get_device_name(run.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
     name += f", {run.ranks.count} ranks" if run.ranks.count > 1 else ""
     triton = fp8.triton.__version__ if fp8.triton else "absent"
@@ -912,44 +835,12 @@ def header(run):
               f"{room / 2**30:.1f}. The sampler's pages take what they need of the rest")
         if need > room:
             print(f"warning: that is too much: {advice(c, cfg, room, run.longest)}")
-    print(" ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v != ""))
-
-
-def plan(run):
-    """What comes now and how long it may take, for whoever looks at the first minute of a run."""
-    cfg, c, cuda = run.cfg, run.model.config, run.device.type == "cuda"
-    sft = f"{cfg.sft_steps} supervised steps, then " if cfg.sft_steps else ""
-    print(f"plan: {sft}{cfg.steps} GRPO steps of {cfg.prompts} problems x {cfg.samples} completions of up to "
-          f"{cfg.max_new_tokens} tokens;\n      |d| is the gap between the log-probs of sampler and trainer"
-          + (" | kernels are compiled when first used: a minute or two, then cached" if cuda else ""))
-    if cuda:
-        parts = memory(c, cfg, 0)
-        count, completions = parts["gradients"] / 4, cfg.prompts * cfg.samples / run.ranks.count
-        tokens = completions * run.longest
-        # Half of what an H200 can do: in an update by its operations, in a decode step by the bytes it reads.
-        update = tokens * count * (8 if cfg.recompute else 6) / (0.5 * 800e12)
-        pages = (2 if cfg.kv == "fp8" else 4) * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
-        waves = max(1, completions / 256)
-        step = (parts["weights"] + pages * tokens / 2 / waves) / (0.5 * 4.8e12)
-        rollout = waves * cfg.max_new_tokens * max(step, 1e-3)
-        print(f"      at most about {rollout + update:.0f} s a step: rollout {rollout:.0f}, update "
-              f"{update:.0f} (on an H200, if every completion takes its full length)")
-
-
-def time_left(run, seconds):
-    """After the second step, the first that compiles nothing."""
-    rest = run.cfg.steps - run.step - 1
-    if rest:
-        print(f"note: this step took {seconds:.1f} s; the other {rest} may take "
-              f"{datetime.timedelta(seconds=round(rest * seconds))}")
+    print(" ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v not in ("", None)))
 
 
 def summary(run):
     """The whole run, resumed or not, in a few lines: from its log."""
-    if run.ranks.rank:
-        return
-    with open(os.path.join(run.cfg.out, "log.jsonl"), encoding="utf-8") as f:
-        records = [json.loads(line) for line in f]
+    records = [json.loads(line) for line in (run.out / "log.jsonl").read_text().splitlines()]
     steps = [r for r in records if r["kind"] == "step"]
     if not steps:
         return
@@ -963,22 +854,23 @@ def summary(run):
           f"tok/s, training {total('t_train_s'):.0f} s")
 
 
+# ---- the loop ------------------------------------------------------------------------------------
+
+
 def supervised(run):
     """The supervised phase: from random weights, or a base model, to one that sometimes earns a reward."""
-    t0 = time.time()
-    bad = 0                     # since the last line; on the device, so that the host need not wait
-    for step in range(run.cfg.sft_steps):
+    t0, steps = time.time(), run.cfg.sft_steps
+    skipped = 0                 # on the device, so that the host need not wait
+    for step in range(steps):
         loss, finite = run.supervised_step(step)
-        bad = bad + (~finite).int()
-        if step % max(1, run.cfg.sft_steps // 10) == 0 or step == run.cfg.sft_steps - 1:
+        skipped = skipped + (~finite).int()
+        if step % max(1, steps // 10) == 0 or step == steps - 1:
             print(f"supervised {step:5d} | loss {loss.item():.4f} | {time.time() - t0:.1f} s")
             run.log({"kind": "supervised", "step": 0, "sft_step": step, "loss": loss.item()})
-            if bad:
-                print(f"warning: {int(bad)} supervised steps had a non-finite gradient and were skipped")
-            if bad > 4:
-                raise RuntimeError("the supervised phase does not get on: lower --sft-lr, or look at the "
-                                   "weights")
-            bad = 0
+            if skipped:
+                print(f"warning: {int(skipped)} supervised steps had a non-finite gradient and were skipped")
+            if skipped > 4:
+                raise RuntimeError("the supervised phase does not get on: lower --sft-lr, check the weights")
 
 
 def grpo_step(run):
@@ -1003,37 +895,34 @@ def grpo_step(run):
     batches = run.update_batches(prompts, rollout, advantages)
 
     # ---- update
-    metrics, results = grpo.Metrics(), []
+    names = ["clipped_low", "clipped_high", "ratio", "entropy", "loss"] + ["kl"] * (cfg.kl > 0)
+    metrics, results = grpo.Metrics(names), []
     for u, batch in enumerate(batches):
         trainer, *result = run.update(batch, metrics)
         results.append(result)
         if u == 0:      # later updates score with moved weights: only the first can be compared
             run.check_exact(batch, trainer)
-            gap, compared = grpo.mismatch(batch["sampler"], trainer), len(trainer)
+            gap = grpo.mismatch(batch["sampler"], trainer)
+            sums = {name: gap[name].double() * len(trainer) for name in ("mean_dlogp", "k3", "differing")}
+            metrics.add(len(trainer), sums)
     synchronize()
     t2 = time.time()
 
     # ---- log
     if cfg.sample_every and run.step % cfg.sample_every == 0:
         print(f"--- a completion of reward {rewards[0].item():g}: {examples[0].prompt!r} -> {texts[0]!r}")
-    means = means_of_all(run, metrics, gap, compared)
+    means = means_of_all(run, metrics, gap)
     return record(run, rollout, rewards, batches, means, results, (t0, t1, t2))
 
 
-def means_of_all(run, metrics, gap, compared):
-    """grpo.Metrics and grpo.mismatch (of `compared` tokens) of this rank -> those of the tokens of all ranks.
-
-    Names are listed, as a rank without a sequence has none, and neither has a step that dropped all of them.
-    """
-    of_gap = "mean_dlogp", "k3", "differing"
-    metrics.add(compared, {name: float(gap[name]) * compared for name in of_gap})     # exact in FP64
-    names = ["clipped_low", "clipped_high", "ratio", "entropy", "loss", *["kl"] * (run.cfg.kl > 0), *of_gap]
-    sums = [float(metrics.sums.get(name, 0.0)) for name in names]
-    counts = [metrics.counts.get(name, 0) for name in names]
-    *both, differing = run.ranks.total(sums + counts + [float(gap["differing_tokens"])])
-    means = {name: x / max(n, 1) for name, x, n in zip(names, both, both[len(names):])}
-    worst = torch.cat(run.ranks.gather(gap["max_dlogp"].cpu().view(1))).max()          # NaN stays NaN
-    return {**means, "max_dlogp": worst.item(), "differing_tokens": differing}
+def means_of_all(run, metrics, gap):
+    """grpo.Metrics and grpo.mismatch of this rank's tokens -> means over the tokens of all ranks."""
+    sums, gap = ({name: float(x) for name, x in values.items()} for values in (metrics.sums, gap))
+    parts = run.ranks.gather((sums, metrics.counts, gap))
+    total = lambda i, name: sum(part[i][name] for part in parts)
+    means = {name: total(0, name) / max(total(1, name), 1) for name in sums}
+    worst = torch.tensor([part[2]["max_dlogp"] for part in parts]).max().item()        # NaN stays NaN
+    return {**means, "max_dlogp": worst, "differing_tokens": total(2, "differing_tokens")}
 
 
 def record(run, rollout, rewards, batches, means, results, clock):
@@ -1052,20 +941,19 @@ def record(run, rollout, rewards, batches, means, results, clock):
             "length_max": max(lengths), "truncated": rollout.finish.count("length") / len(lengths),
             **means,
             "grad_norm": results[-1][0].item(), "skipped": run.skipped, "tokens": sum(lengths),
-            "lr": run.learning_rate(run.step, cfg.lr, cfg.steps),
+            "lr": run.learning_rate(run.step),
             "t_rollout_s": t1 - t0, "rollout_tok_per_s": sum(lengths) / (t1 - t0),
             "t_train_s": t2 - t1, "train_tok_per_s": trained / (t2 - t1), "mem_gib": mem}
 
 
 def watch(run, r):
     """Say what a person should know who looks at the log later."""
-    run.silent = run.silent + 1 if r["equal_groups"] == 1.0 else 0
-    if run.silent in (3, 30, 300) and not run.cfg.kl:
-        print(f"warning: for {run.silent} steps every group had equal rewards, so there was no gradient "
-              f"(truncated {r['truncated']:.0%}: try --max-new-tokens, an easier task, or more --sft-steps)")
-    if run.cfg.drop_truncated and r["truncated"] == 1.0:
-        print(f"warning: in step {r['step']} every completion reached --max-new-tokens="
-              f"{run.cfg.max_new_tokens} and was dropped, so there was no gradient")
+    cfg = run.cfg
+    silent = cfg.drop_truncated and r["truncated"] == 1 or not cfg.kl and r["equal_groups"] == 1
+    run.silent = run.silent + 1 if silent else 0
+    if run.silent in (3, 30, 300):
+        print(f"warning: for {run.silent} steps every group had equal rewards or was left out: no gradient "
+              f"(truncated {r['truncated']:.0%}: try --max-new-tokens, an easier task, more --sft-steps)")
     if run.bad:
         print(f"warning: step {r['step']} had a non-finite gradient and was skipped ({r['skipped']} so far)")
     if run.bad == 5:
@@ -1089,6 +977,59 @@ def on_interrupt():
     return pressed
 
 
+def start_policy(run):
+    """What precedes GRPO: supervised steps, a fresh optimizer, and the policy as the KL term's reference."""
+    cfg = run.cfg
+    run.evaluate("at the start")
+    supervised(run)
+    for moment in (*run.optimizer.m.values(), *run.optimizer.v.values(), run.optimizer.steps):
+        moment.zero_()                    # GRPO is a new objective, whose gradients have another size
+    # Kept even without --kl, which a resumed run may ask for.
+    if run.ranks.rank == 0 and (cfg.sft_steps or not cfg.model):
+        run.model.save_pretrained(run.out / "start", run.optimizer.master.items())
+        sync(run.out / "start")
+    if cfg.sft_steps:
+        run.evaluate("after the supervised phase")
+        if cfg.save_every:
+            run.save()
+
+
+def work(run):
+    """The run: evaluation, supervised phase, GRPO steps, checkpoints."""
+    cfg = run.cfg
+    header(run)
+    resumed = run.restore()
+    if run.ranks.rank == 0:
+        run.keep_flags()
+    if not resumed:
+        start_policy(run)
+    pressed, interrupted, first = on_interrupt(), False, run.step
+    print(COLUMNS)
+    while run.step < cfg.steps and not interrupted:
+        r = grpo_step(run)
+        run.log(r)
+        print(step_line(r), flush=True)
+        watch(run, r)
+        run.step += 1
+        last = run.step == cfg.steps
+        if run.step == first + 2 and not last:      # the first step compiles
+            seconds, rest = r["t_rollout_s"] + r["t_train_s"], cfg.steps - run.step
+            print(f"note: this step took {seconds:.1f} s; the other {rest} may take "
+                  f"{datetime.timedelta(seconds=round(rest * seconds))}")
+        if last or cfg.eval_every and run.step % cfg.eval_every == 0:
+            run.evaluate("at the end" if last else f"after {run.step} steps")
+        if cfg.save_every and run.step % cfg.save_every == 0:
+            run.save()
+        interrupted = any(run.ranks.gather(bool(pressed)))      # on any rank: all stop after the same step
+    folder = run.save()
+    if run.step < cfg.steps:
+        print(f"interrupted after {run.step} steps, saved {folder}: --out={cfg.out} --resume goes on")
+        return
+    if run.ranks.rank == 0:
+        summary(run)
+    print(f"saved {folder} | {time.time() - run.start_clock:.0f} s in all")
+
+
 def main(argv=None):
     cfg = parse(sys.argv[1:] if argv is None else argv)
     run = Run(cfg)
@@ -1100,51 +1041,6 @@ def main(argv=None):
         raise RuntimeError(f"out of GPU memory at {room / 2**30:.1f} GiB, an update takes about "
                            f"{need / 2**30:.1f}: {advice(run.model.config, cfg, 0.95 * room, run.longest)}\n"
                            "Whole checkpoints stay, --resume goes on from the newest") from None
-
-
-def work(run):
-    """The run: evaluation, supervised phase, GRPO steps, checkpoints."""
-    cfg = run.cfg
-    header(run)
-    plan(run)
-    resumed = run.restore()
-    run.keep_flags()
-    if not resumed:
-        run.evaluate("at the start")
-        supervised(run)
-        for moment in (*run.optimizer.m.values(), *run.optimizer.v.values(), run.optimizer.steps):
-            moment.zero_()                    # GRPO is a new objective, whose gradients have another size
-        # Kept even without --kl, which a resumed run may ask for.
-        if run.ranks.rank == 0 and (cfg.sft_steps or not cfg.model):
-            start = os.path.join(cfg.out, "start")
-            run.model.save_pretrained(start, run.optimizer.master.items())
-            sync(start)
-        if cfg.sft_steps:
-            run.evaluate("after the supervised phase")
-            if cfg.save_every:
-                run.save()
-    pressed, interrupted, first = on_interrupt(), False, run.step
-    print(COLUMNS)
-    while run.step < cfg.steps and not interrupted:
-        r = grpo_step(run)
-        run.log(r)
-        print(step_line(r), flush=True)
-        watch(run, r)
-        if run.step == first + 1:
-            time_left(run, r["t_rollout_s"] + r["t_train_s"])
-        run.step += 1
-        if cfg.eval_every and run.step % cfg.eval_every == 0 and run.step < cfg.steps:
-            run.evaluate(f"after {run.step} steps")
-        if cfg.save_every and run.step % cfg.save_every == 0:
-            run.save()
-        interrupted = run.ranks.total([len(pressed)]) != [0]      # on any rank: all stop after the same step
-    if interrupted:
-        print(f"interrupted after {run.step} steps, saved {run.save()}: --out={cfg.out} --resume goes on")
-        return
-    run.evaluate("at the end")
-    folder = run.save()
-    summary(run)
-    print(f"saved {folder} | {time.time() - run.start_clock:.0f} s in all")
 
 
 def fail(text):
