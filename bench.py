@@ -587,7 +587,7 @@ def quant(rows, quick):
 
 def our_block(model, packing):
     """The model's first layer: (h, delta) -> (h, delta), (T, C) each, as Layer.forward describes them."""
-    layer, attend = model.layers[0], lambda q, k, v, cache: attention(q, k, v, packing)
+    layer, attend = model.layers[0], lambda q, k, v, cache: attention(q, k, v, packing).flatten(1)
     return lambda h, delta: layer(h, delta, packing.positions, model.table, attend,
                                   quantized=model.precision == "fp8", fp8_kv=False)
 
@@ -1326,7 +1326,7 @@ def mismatch(rows, quick, *folders):
                     rollouts[precision, sampling] = sampled(run, count, longest)
             sequences, ours = rollouts[precision, sampling]
             with changed(flow, *scoring):
-                theirs = torch.cat(run.no_grad_scores(run.model, sequences)).cpu()
+                theirs = run.no_grad_scores(run.model, sequences).cpu()
             gap = {name: value.item() for name, value in grpo.mismatch(ours, theirs).items()}
             gap["differing"], by_position = gap.pop("differing_tokens"), (ours - theirs).abs().view(count, -1)
             bins = [by_position[:, a:b].mean().item() for a, b in itertools.pairwise(edges)]
@@ -1397,9 +1397,9 @@ def watch(table, where, update):
         before = [w.codes.view(torch.uint8).clone() for w in coded]
         result = update(run, batch, metrics)
         flips = sum((w.codes.view(torch.uint8) != old).sum().item() for w, old in zip(coded, before))
-        after = torch.cat(run.no_grad_scores(model, batch["sequences"]))
+        after = run.no_grad_scores(model, batch["sequences"])
         cosines = [F.cosine_similarity(a, b, 0).item() for a, b in zip(ours, theirs)]
-        table.add(f"update {run.step}", where, lr=run.learning_rate(run.step, run.cfg.lr, run.cfg.steps),
+        table.add(f"update {run.step}", where, lr=run.learning_rate(run.step),
                   codes_changed=flips / sum(old.numel() for old in before), least_cosine=min(cosines),
                   dlogp=(after - result[0]).abs().mean().item(), cosines=cosines)
         return result
@@ -1450,8 +1450,8 @@ def read_log(run):
 
 def spread(logs, kind, key):
     """The seeds of one run -> step, mean, least and most (n,) each, of the steps that all of them have."""
-    series = [{r["step"]: r[key] for r in log if r.get("kind") == kind and isinstance(r.get(key), (int, float))}
-              for log in logs]
+    series = [{r["step"]: r[key] for r in log
+               if r.get("kind") == kind and isinstance(r.get(key), (int, float))} for log in logs]
     steps = sorted(set.intersection(*(set(s) for s in series)))
     values = [[s[step] for s in series] for step in steps]
     return steps, [sum(v) / len(v) for v in values], [min(v) for v in values], [max(v) for v in values]
@@ -1468,7 +1468,7 @@ def pyplot():
 
 
 def plot(runs, path):
-    """Curves of each run by step. Names that differ in a trailing -sN alone are seeds: mean, least and most."""
+    """Curves of each run by step. Names that differ in a trailing -sN alone are seeds: mean and band."""
     if not runs:
         raise ValueError("plot needs run folders: python bench.py plot runs/NAME [runs/NAME ...]")
     logs = {}
