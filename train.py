@@ -356,11 +356,19 @@ class Ranks:
             self.call(dist.all_reduce, tensor)
 
     def gather(self, value):
-        """Every rank's value (numbers, texts, CPU tensors), by rank. Waits until all are here."""
-        values = [value] * self.count
-        if self.count > 1:
-            self.call(dist.all_gather_object, values, value)
-        return values
+        """Every rank's value, whatever JSON can hold, by rank. Waits until all are here."""
+        if self.count == 1:
+            return [value]
+
+        def same_length(tensor):
+            parts = [torch.empty_like(tensor) for _ in range(self.count)]
+            self.call(dist.all_gather, parts, tensor)
+            return parts
+
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        lengths = torch.cat(same_length(torch.tensor([len(text)], device=self.device))).tolist()
+        parts = same_length(torch.cat([text, text.new_zeros(max(lengths) - len(text))]))
+        return [json.loads(part[:n].cpu().numpy().tobytes()) for part, n in zip(parts, lengths)]
 
     def deal(self, sizes):
         """Indices of this rank's share of the work: the largest goes first, each to the least loaded rank."""
@@ -374,11 +382,17 @@ class Ranks:
 
     def merge(self, rollout, samples):
         """The completions of prompts that were dealt out in turn -> those of all prompts, on every rank."""
-        shares = [list(zip(r.tokens, r.logprobs, r.finish)) for r in self.gather(rollout)]
-        prompts = sum(map(len, shares)) // samples
-        merged = [shares[i % self.count][i // self.count * samples + j]
-                  for i in range(prompts) for j in range(samples)]
-        return Rollout(*map(list, zip(*merged)))
+        if self.count == 1:
+            return rollout
+        ours = list(zip(rollout.tokens, [logp.tolist() for logp in rollout.logprobs], rollout.finish))
+        shares, merged = self.gather(ours), Rollout()         # an FP32 value is the same after JSON
+        for i in range(sum(map(len, shares))):
+            prompt = i // samples
+            tokens, logp, finish = shares[prompt % self.count][prompt // self.count * samples + i % samples]
+            merged.tokens.append(tokens)
+            merged.logprobs.append(torch.tensor(logp))
+            merged.finish.append(finish)
+        return merged
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -401,7 +415,8 @@ class Run:
         else:
             self.tokenizer = Tokenizer.bytes()
             config = small_config(cfg, self.tokenizer)
-        self.tokenizer.now = self.ranks.gather(self.tokenizer.now)[0]
+        now = self.ranks.gather(self.tokenizer.now.isoformat())[0]
+        self.tokenizer.now = datetime.datetime.fromisoformat(now)
         self.fit(config)
         self.fit_memory(config)
         if cfg.model:
@@ -636,7 +651,7 @@ class Run:
         rewards, truncated = zip(*self.ranks.gather((rewards, rollout.finish.count("length"))))
         right, seconds = torch.tensor(sum(rewards, []), dtype=torch.float64).view(-1, k), time.time() - t0
         accuracy, some = right.mean().item(), right.amax(1).mean().item()
-        error = right.mean(1).std(correction=0).item() / math.sqrt(len(right))      # of the mean over problems
+        error = right.mean(1).std(correction=0).item() / math.sqrt(len(right))     # of the mean over problems
         passed = f"{accuracy:.1%}" + (f" (pass@1), {some:.1%} (pass@{k})" if k > 1 else "")
         how = f"at temperature {cfg.temperature:g}" if k > 1 else "greedy"
         print(f"held-out accuracy {when}: {passed} of {len(right)} problems, {how} ({seconds:.1f} s)")
@@ -838,6 +853,27 @@ def header(run):
     print(" ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v not in ("", None)))
 
 
+def plan(run):
+    """What comes now and how long it may take, for whoever looks at the first minute of a run."""
+    cfg, c, cuda = run.cfg, run.model.config, run.device.type == "cuda"
+    sft = f"{cfg.sft_steps} supervised steps, then " if cfg.sft_steps else ""
+    print(f"plan: {sft}{cfg.steps} GRPO steps of {cfg.prompts} problems x {cfg.samples} completions of up to "
+          f"{cfg.max_new_tokens} tokens;\n      |d| is the gap between the log-probs of sampler and trainer"
+          + (" | kernels are compiled when first used: a minute or two, then cached" if cuda else ""))
+    if cuda:
+        parts = memory(c, cfg, 0)
+        count, completions = parts["gradients"] / 4, cfg.prompts * cfg.samples / run.ranks.count
+        tokens = completions * run.longest
+        # Half of what an H200 can do: in an update by its operations, in a decode step by the bytes it reads.
+        update = tokens * count * (8 if cfg.recompute else 6) / (0.5 * 800e12)
+        pages = (2 if cfg.kv == "fp8" else 4) * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+        waves = max(1, completions / 256)
+        step = (parts["weights"] + pages * tokens / 2 / waves) / (0.5 * 4.8e12)
+        rollout = waves * cfg.max_new_tokens * max(step, 1e-3)
+        print(f"      at most about {rollout + update:.0f} s a step: rollout {rollout:.0f}, update "
+              f"{update:.0f} (on an H200, if every completion takes its full length)")
+
+
 def summary(run):
     """The whole run, resumed or not, in a few lines: from its log."""
     records = [json.loads(line) for line in (run.out / "log.jsonl").read_text().splitlines()]
@@ -998,6 +1034,7 @@ def work(run):
     """The run: evaluation, supervised phase, GRPO steps, checkpoints."""
     cfg = run.cfg
     header(run)
+    plan(run)
     resumed = run.restore()
     if run.ranks.rank == 0:
         run.keep_flags()
