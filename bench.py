@@ -49,8 +49,8 @@ import fp8
 import grpo
 import model as model_file
 import train
-from model import (PAGE, Config, Transformer, attention, empty_cache, pack, paged_attention, sample,
-                   token_logprobs)
+from model import (PAGE, Config, Transformer, attention, code_places, empty_cache, pack, paged_attention,
+                   sample, token_logprobs)
 from rollout import BUCKETS, Parser, Sampler, explain, pages_for
 from train import git_commit, score
 
@@ -327,6 +327,16 @@ class WatchedSampler(Sampler):
         super()._vacate(seq)
 
 
+def by_key(cache):
+    """A layer's pages as bytes, what belongs to one key side by side: (pages, G, PAGE, bytes) uint8 each."""
+    shape = cache[0].shape[:3]
+    if len(cache) == 4:                                 # codes lie in the order of the tensor core's operands
+        places = code_places(cache[0].shape[3], cache[0].device)
+        codes = [x.view(torch.uint8).flatten(2)[:, :, at] for x, at in zip(cache, places)]
+        cache = *codes, *cache[2:]
+    return tuple(x.reshape(*shape, -1).view(torch.uint8) for x in cache)
+
+
 def compare_pages(model, seen, sequences):
     """Pages that decode wrote, against what the packed pass writes for them: (compared, differing)."""
     compared = differing = 0
@@ -337,9 +347,8 @@ def compare_pages(model, seen, sequences):
         theirs, slots = model.new_caches(count), torch.arange(len(tokens), device=tokens.device)
         model.prefill(tokens, [len(tokens)], theirs, slots)
         used = torch.arange(count * PAGE, device=tokens.device).view(count, 1, PAGE) < len(tokens)
-        for a, b in zip(sum(mine, ()), sum(theirs, ())):                         # (count, G, PAGE, ...)
-            a, b = (x.reshape(*b.shape[:3], -1).view(torch.uint8) for x in (a[:count], b))
-            differs = (a != b).any(3) & used
+        for a, b in zip(sum(map(by_key, mine), ()), sum(map(by_key, theirs), ())):
+            differs = (a[:count] != b).any(3) & used
             compared, differing = compared + count, differing + int(differs.flatten(1).any(1).sum())
     return compared, differing
 
@@ -1080,7 +1089,7 @@ def trained_model(size, precision, **flags):
     torch.cuda.reset_peak_memory_stats()
     model = random_model(size, precision, "bf16")
     model.recompute = cfg.recompute
-    return cfg, model, fp8.AdamW(model.weights(), (cfg.beta1, cfg.beta2), 1e-8, 0.0, decay=lambda name: False,
+    return cfg, model, fp8.AdamW(model.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: False,
                                  states=train.STATES[cfg.states])
 
 

@@ -2671,6 +2671,22 @@ def test_bench_block_in_plain_torch():
     assert max(map(relative, mine, other)) < LIMIT[FP32]
 
 
+def test_bench_compares_pages():
+    """Places that a sequence has not filled may hold anything; one other code of a key that it has counts."""
+    policy = bench.exact_model("qwen2 512, 14/2 x 64", "fp8", "fp8", "cpu", 0)
+    tokens, cache = list(range(PAGE + 6)), policy.new_caches(2)
+    for pages in sum(cache, ()):
+        pages.view(torch.uint8).fill_(7)
+    policy.prefill(torch.tensor(tokens), [len(tokens)], cache, torch.arange(len(tokens)))
+    compare = lambda: bench.compare_pages(policy, {0: cache}, [(tokens, [0])])
+    assert compare() == (16, 0)                                          # 2 layers x 4 tensors x 2 pages
+    values, place = cache[1][1], model.code_places(64, "cpu")[1]
+    values.view(torch.uint8)[1, 1].view(-1)[place[5, 3]] ^= 1
+    assert compare() == (16, 1)
+    values.view(torch.uint8)[1, 1].view(-1)[place[6, 3]] ^= 1            # beyond the last key
+    assert compare() == (16, 1)
+
+
 def test_bench_rows(tmp_path, capsys):
     """New rows take the place of old ones about the same thing, and no others; means are geometric."""
     rows, out = [], str(tmp_path / "rows.json")
