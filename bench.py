@@ -931,13 +931,16 @@ def fill(pool):
 
 
 def kernels_of(run):
-    """-> (number of kernels, sum of their times in us) of one call, by torch's profiler."""
+    """-> (number of kernels, us in which at least one of them runs) of one call, by torch's profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    spans = [e.time_range.elapsed_us() for e in profile.events()
-             if e.device_type == torch.autograd.DeviceType.CUDA]
-    return len(spans), sum(spans)
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events()
+                   if e.device_type == torch.autograd.DeviceType.CUDA)
+    busy, until = 0.0, 0.0
+    for start, end in spans:                            # a kernel may start before the one ahead of it ends
+        busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
+    return len(spans), busy
 
 
 def decode_cell(sampler, B, context):
@@ -1525,6 +1528,8 @@ def draw(name, label, panels):
         axis.set(title=title, xlabel=x_label, xscale=x_scale)
         # symlog: logarithmic, with a place for exact zeros
         axis.set_yscale(y_scale, **{"linthresh": 1e-6} if y_scale == "symlog" else {})
+        if y_scale == "symlog":
+            axis.set_ylim(bottom=-3e-7)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[0, 0].set_ylabel(label)
