@@ -910,7 +910,8 @@ def step_bytes(sampler, B, context):
 def only_80_gb():
     """Takes the rest of this GPU's memory away."""
     torch.cuda.empty_cache()
-    taken = torch.empty(torch.cuda.mem_get_info()[0] - 80 * 10**9, dtype=torch.uint8, device="cuda")
+    rest = max(0, torch.cuda.mem_get_info()[0] - 80 * 10**9)
+    taken = torch.empty(rest, dtype=torch.uint8, device="cuda")
     yield
     del taken
 
@@ -1001,8 +1002,8 @@ def rollout_request(prompts, n, longest):
 
 
 def rollout_row(table, model, size, bf16, prompts, n, limits, case, slots=256, theirs=None):
-    """generate() with its graphs captured before: a training run captures them once. `bf16` keeps the first
-    rate of each case."""
+    """generate() with its graphs captured before: a training run captures them once. `bf16` keeps the rates
+    of that flow."""
     sampler = Sampler(model, max_slots=slots)
     limits, everything = [limits] * (len(prompts) * n) if isinstance(limits, int) else limits, range(151936)
     sampler.generate(prompts, n, limits, stop=everything)                           # each stops at once
@@ -1012,9 +1013,11 @@ def rollout_row(table, model, size, bf16, prompts, n, limits, case, slots=256, t
         if B <= sampler.slots:
             sampler._graph(B)
     out = sampler.generate(prompts, n, limits, stop=[])
-    rate = bf16.setdefault((size, case), out.tok_per_s)
+    if (model.precision, model.kv) == FLOWS[0]:
+        bf16[size, case] = out.tok_per_s
+    rate = bf16.get((size, case))
     table.add(case, size, precision=model.precision, kv=model.kv, tok_per_s=out.tok_per_s,
-              x_bf16=out.tok_per_s / rate, x_transformers=theirs and out.tok_per_s / theirs,
+              x_bf16=rate and out.tok_per_s / rate, x_transformers=theirs and out.tok_per_s / theirs,
               occupancy=out.occupancy, seconds=out.seconds, tokens=out.n_tokens, steps=out.steps,
               preemptions=out.preemptions)
     sampler.release()
@@ -1324,7 +1327,7 @@ def mismatch(rows, quick, *folders):
     count, longest = MISMATCH_QUICK if quick else MISMATCH
     edges = [0, *sorted({round(longest ** (i / 16)) for i in range(17)})]              # even in the log
     for folder in folders or [""]:
-        model, rollouts, before = os.path.basename(os.path.normpath(folder or "default")), {}, len(rows)
+        model, rollouts, before = os.path.basename(os.path.normpath(folder or "random")), {}, len(rows)
         with tempfile.TemporaryDirectory() as out:                          # of a run that is not started
             run = train.Run(train.parse([f"--model={folder}", f"--out={out}", "--precision=fp8-rollout"]))
         for case, (precision, sampling, scoring) in mismatch_cases(run.model).items():

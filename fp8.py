@@ -107,10 +107,11 @@ def overlapped():
 
     Each says when the next one may come ("programmatic dependent launch", of Hopper and later). So programs
     take their places as soon as there are free ones, and wait there for what they read. decode_kernel reads
-    its weights before it waits: none may be written within, nor right ahead.
+    its weights before it waits: no kernel that writes weights may let the next one come, and none does.
     """
     global overlap
-    overlap = not INTERPRET and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    nvidia = torch.cuda.is_available() and not torch.version.hip
+    overlap = nvidia and not INTERPRET and torch.cuda.get_device_capability() >= (9, 0)
     try:
         yield
     finally:
@@ -292,8 +293,6 @@ def quantize_cols_tile(x, norm_w, rstd, codes, scales, i, j, M, K: tl.constexpr,
 def quantize_rows_kernel(x, codes, scales, quads, M, K: tl.constexpr, X_LINE: tl.constexpr,
                          CODES_LINE: tl.constexpr, TILE: tl.constexpr):
     """One program quantizes a tile of TILE tokens by 128 features."""
-    start_next()
-    wait_for_inputs()
     i, j = tl.program_id(0) // tl.cdiv(K, 128), tl.program_id(0) % tl.cdiv(K, 128)
     quantize_rows_tile(x, codes, scales, quads, i, j, M, K, X_LINE, CODES_LINE, TILE)
 
@@ -367,7 +366,7 @@ def quantize_rows(x):
     (M, K), x, out = x.shape, unit_stride(x), row_outputs(x)
     if M:
         launch(quantize_rows_kernel, cdiv(M, 16) * cdiv(K, BLOCK), x, *out, cdiv(M, 4), M, K, x.stride(0),
-               out[0].stride(0), 16, num_warps=4, waits=True)
+               out[0].stride(0), 16, num_warps=4)
     return out
 
 

@@ -1665,7 +1665,6 @@ def paged_merge_kernel(accs, tops, totals, lengths, o, codes, scales, quads, H: 
     start_next()
     wait_for_inputs()
     length = tl.load(lengths + b)
-    out = tl.load(o + place, mask=used[:, None] & (length <= SPLIT), other=0)
     if length > SPLIT:
         top, total, acc = no_keys(HEADS, D)
         for part in range(tl.cdiv(length, SPLIT)):
@@ -1675,6 +1674,8 @@ def paged_merge_kernel(accs, tops, totals, lengths, o, codes, scales, quads, H: 
             part_acc = tl.load(accs + at[:, None] * D + d, mask=used[:, None], other=0)
             top, total, acc = merge(top, total, acc, part_top, part_total, part_acc)
         out = (acc * tl.div_rn(1.0, total)[:, None]).to(o.dtype.element_ty)
+    else:
+        out = tl.load(o + place, mask=used[:, None], other=0)
     if codes is None:
         tl.store(o + place, out, mask=used[:, None])
     else:
@@ -1845,10 +1846,10 @@ def paged_attention(q, cache, page_table, lengths, quantize=False):
     tops, totals = torch.empty(2, B, H, parts, device=q.device)
     codes, scales = fp8.row_outputs(o.flatten(1)) if quantize else (None, None)
     if B:
-        # A part that a short sequence does not have costs a program's start: 512 fill two waves of an H200.
+        # A part that a short sequence does not have costs a program's start. 512 keep an H200 busy.
         across = min(parts, max(1, 512 // (B * G)))
         # With 5 stages a program has two pages under way, with 3 one, and more programs fit on a
-        # multiprocessor: better where there are more of them than 512 of FP8 or 256 of BF16.
+        # multiprocessor: better where there are more of them than 512 of FP8 or 256 of BF16 (D = 128).
         stages = 5 if B * G * across * k_pages[0, 0].nbytes <= 2 ** 22 else 3
         launch(paged_attention_kernel, B * G * across, q.contiguous(), *tiles, k_scales, v_scales, page_table,
                lengths, o, accs, tops, totals, page_table.stride(0), B, H, G, D, D ** -0.5 * LOG2E, PAGE,

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from fp8 import jit, launch, overlapped, start_next, tl, triton, use_kernels, wait_for_inputs
-from model import KV_TYPES, PAGE, PRECISIONS, Config, Tokenizer, Transformer, folder_from_name, sample
+from model import KV_TYPES, PAGE, PRECISIONS, SPLIT, Config, Tokenizer, Transformer, folder_from_name, sample
 
 STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}   # decode steps: a finished row idles for half of them on average
 PREFILL_TOKENS = 8192     # packed tokens of one prefill call; only a longer single sequence exceeds it
@@ -475,7 +475,9 @@ class Sampler:
         # BF16 a token: residual and norm outputs; q, k, v before and after RoPE, and o; gate, up and product.
         heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
         activations = 2 * (4 * c.hidden_size + 4 * heads + 4 * c.intermediate_size)
-        used = max(PREFILL_TOKENS, width * PAGE) * activations + 4 * slots * c.vocab_size
+        parts = -(-width * PAGE // SPLIT)                              # FP32 sums of attention, by part
+        used = (max(PREFILL_TOKENS, width * PAGE) * activations
+                + 4 * slots * (c.vocab_size + parts * c.num_attention_heads * c.head_dim))
         return int((free - used) // self._page_bytes())
 
     def _build(self, slots, width, pages):

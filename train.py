@@ -43,7 +43,7 @@ import fp8
 import grpo
 import model as model_file
 from model import Tokenizer, Transformer, to_device, token_logprobs
-from rollout import Parser, Rollout, Sampler, explain
+from rollout import MAX_SLOTS, Parser, Rollout, Sampler, explain
 
 # ---- configuration -------------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class Ranks:
         self.device = torch.device(device)
         if self.count > 1 and device == "cuda":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if self.device.index is not None:
+        if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)     # kernels and graphs go to the current device
         if self.count > 1:
             cuda = self.device.type == "cuda"
@@ -474,10 +474,11 @@ class Run:
             refuse(top >= config.vocab_size,
                    f"{cfg.model}: tokenizer.json makes id {top} of {example.prompt[:60]!r}, by config.json "
                    f"there are {config.vocab_size}: no match")
-            solution = self.encode_solution(example) if cfg.sft_steps else []
+            solution = self.encode_solution(example) if learned and cfg.sft_steps else []
             return len(prompt) + max(cfg.max_new_tokens, len(solution))
 
         for examples in [task.heldout] if drawn else [task.heldout, task.rows]:
+            learned = drawn or examples is task.rows         # held-out answers may come without a solution
             before, examples[:] = len(examples), [e for e in examples if size(e) <= most]
             left_out = before - len(examples)
             what = (f"{left_out} of {before} problems, with --max-new-tokens={cfg.max_new_tokens} or their "
@@ -853,10 +854,10 @@ def header(run):
     print(" ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v not in ("", None)))
 
 
-def plan(run):
+def plan(run, resumed):
     """What comes now and how long it may take, for whoever looks at the first minute of a run."""
     cfg, c, cuda = run.cfg, run.model.config, run.device.type == "cuda"
-    sft = f"{cfg.sft_steps} supervised steps, then " if cfg.sft_steps else ""
+    sft = f"{cfg.sft_steps} supervised steps, then " if cfg.sft_steps and not resumed else ""
     print(f"plan: {sft}{cfg.steps} GRPO steps of {cfg.prompts} problems x {cfg.samples} completions of up to "
           f"{cfg.max_new_tokens} tokens;\n      |d| is the gap between the log-probs of sampler and trainer"
           + (" | kernels are compiled when first used: a minute or two, then cached" if cuda else ""))
@@ -865,10 +866,12 @@ def plan(run):
         count, completions = parts["gradients"] / 4, cfg.prompts * cfg.samples / run.ranks.count
         tokens = completions * run.longest
         # Half of what an H200 can do: in an update by its operations, in a decode step by the bytes it reads.
-        update = tokens * count * (8 if cfg.recompute else 6) / (0.5 * 800e12)
+        passes = (4 if cfg.recompute else 3) + (cfg.updates > 1 and cfg.precision != "fp8") + (cfg.kl > 0)
+        update = 2 * tokens * count * passes / (0.5 * 800e12)
         pages = (2 if cfg.kv == "fp8" else 4) * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
-        waves = max(1, completions / 256)
-        step = (parts["weights"] + pages * tokens / 2 / waves) / (0.5 * 4.8e12)
+        waves = max(1, completions / MAX_SLOTS["cuda"])
+        weights = parts["weights"] / (1 + (cfg.kl > 0))                  # the reference samples nothing
+        step = (weights + pages * tokens / 2 / waves) / (0.5 * 4.8e12)
         rollout = waves * cfg.max_new_tokens * max(step, 1e-3)
         print(f"      at most about {rollout + update:.0f} s a step: rollout {rollout:.0f}, update "
               f"{update:.0f} (on an H200, if every completion takes its full length)")
@@ -1034,8 +1037,8 @@ def work(run):
     """The run: evaluation, supervised phase, GRPO steps, checkpoints."""
     cfg = run.cfg
     header(run)
-    plan(run)
     resumed = run.restore()
+    plan(run, resumed)
     if run.ranks.rank == 0:
         run.keep_flags()
     if not resumed:
