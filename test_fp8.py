@@ -2594,8 +2594,9 @@ def test_problems_longer_than_the_context(tmp_path, paid, capsys):
     with pytest.raises(ValueError, match="learns from solutions, but the answer to 'bare"):
         run(tmp_path / "bare", "--task=jsonl", f"--data={plain},{held}")
     assert not any((tmp_path / name).exists() for name in ("none", "drawn", "bare"))
-    bare = write(tmp_path / "d.jsonl", row("bare", "7"))               # held out: only its answer is asked for
-    assert len(run(tmp_path / "held", "--task=jsonl", f"--data={data},{bare}", "--steps=1", "--sft-steps=1")) == 1
+    bare = write(tmp_path / "d.jsonl", row("bare", "7"))          # held out: only its answer is asked for
+    learn = "--task=jsonl", f"--data={data},{bare}", "--steps=1", "--sft-steps=1"
+    assert len(run(tmp_path / "held", *learn)) == 1
 
 
 @pytest.mark.parametrize("fault, words", [
