@@ -1005,7 +1005,8 @@ def rollout_row(table, model, size, bf16, prompts, n, limits, case, slots=256, t
     """generate() with its graphs captured before: a training run captures them once. `bf16` keeps the rates
     of that flow."""
     sampler = Sampler(model, max_slots=slots)
-    limits, everything = [limits] * (len(prompts) * n) if isinstance(limits, int) else limits, range(151936)
+    limits = [limits] * (len(prompts) * n) if isinstance(limits, int) else limits
+    everything = range(model.config.vocab_size)
     sampler.generate(prompts, n, limits, stop=everything)                           # each stops at once
     for few in (1, 2, 4, 8, 16, 32):                                                # prefills of every size
         sampler.generate(prompts[:few], n, limits[:few * n], stop=everything)
@@ -1482,6 +1483,12 @@ def pyplot():
     return plt
 
 
+def with_zeros(axis):
+    """A logarithmic y with a place for exact zeros."""
+    axis.set_yscale("symlog", linthresh=1e-6)
+    axis.set_ylim(bottom=-1e-7)
+
+
 def plot(runs, path):
     """Curves of each run by step. Names that differ in a trailing -sN alone are seeds: mean and band."""
     if not runs:
@@ -1509,8 +1516,7 @@ def plot(runs, path):
                 axis.plot(steps, mean, "o", color=f"C{i}", markersize=5)
                 axis.vlines(steps, least, most, color=f"C{i}", linewidth=1)
         if key in ("mean_dlogp", "k3"):
-            axis.set_yscale("symlog", linthresh=1e-6)  # logarithmic, with a place for exact zeros
-            axis.set_ylim(bottom=-1e-7)
+            with_zeros(axis)
         axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.3)
     for axis in axes[1]:
@@ -1528,11 +1534,9 @@ def draw(name, label, panels):
     for axis, (title, x_label, x_scale, y_scale, curves) in zip(axes[0], panels):
         for curve, (x, y) in curves.items():
             axis.plot(x, y, label=curve, linewidth=1.3, color="k" if curve.startswith("exact") else None)
-        axis.set(title=title, xlabel=x_label, xscale=x_scale)
-        # symlog: logarithmic, with a place for exact zeros
-        axis.set_yscale(y_scale, **{"linthresh": 1e-6} if y_scale == "symlog" else {})
+        axis.set(title=title, xlabel=x_label, xscale=x_scale, yscale=y_scale)
         if y_scale == "symlog":
-            axis.set_ylim(bottom=-3e-7)
+            with_zeros(axis)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[0, 0].set_ylabel(label)

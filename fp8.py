@@ -541,11 +541,12 @@ def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.
 # takes the fewest loads of those that fit: a consumer has 128 rows, in two halves, and a thread holds 64
 # values of each half's total and 64 of the product in flight, 192 of the 240 registers that it can have.
 #
-# TFLOPS on one H200, 8192 tokens, N = K = 4096; the libraries write BF16, which for WGrad is less work:
+# TFLOPS on one H200, 8192 tokens, N = K = 4096; the libraries write BF16, which for WGrad is less work. WGrad
+# was measured before it left the addition to the L2 cache:
 #
 #          this kernel  plain  cuBLASLt, same scales  cuBLAS, BF16
-#   FProp         1290    782                   1150           758
-#   WGrad          882    529                    991           809
+#   FProp         1262    766                   1130           709
+#   WGrad          843    519                    944           779
 
 try:
     from triton.experimental import gluon
@@ -790,45 +791,35 @@ def decode_place(tile, M, TOKENS: gl.constexpr, FEATURES: gl.constexpr):
 
 
 @gluon_jit
-def decode_load_w(w_codes, ring, tiles, M, K: gl.constexpr):
-    """The loader of W, which waits for no kernel ahead."""
-    x_ring, w_ring, scale_ring, full, empty = ring
-    STAGES: gl.constexpr = full.shape[0]
-    STEP: gl.constexpr = w_ring.shape[0] // STAGES
-    i = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n0 = decode_place(tile, M, x_ring.shape[1], w_ring.shape[1])[1]
-        for block in range(0, (K + 127) // 128, STEP):
-            stage = i % STAGES
-            hopper.mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
-            ready = full.index(stage)
-            hopper.mbarrier.expect(ready, STEP * w_codes.block_type.nbytes)
-            for j in gl.static_range(STEP):
-                tma_load(w_codes, [n0, (block + j) * 128], ready, w_ring.index(stage * STEP + j))
-            i += 1
-
-
-@gluon_jit
-def decode_load_x(x_codes, x_scales, ring, tiles, M, K: gl.constexpr):
-    """The loader of X. A block fills the first rows of its place in the ring; those beyond M are noise."""
+def decode_load(OF_W: gl.constexpr, x_codes, w_codes, x_scales, ring, tiles, M, K: gl.constexpr):
+    """The loader of W, which waits for no kernel ahead, or of X: a block fills the first rows of its place;
+    those beyond M are noise."""
     x_ring, w_ring, scale_ring, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     STEP: gl.constexpr = x_ring.shape[0] // STAGES
-    tl.extra.cuda.gdc_wait()  # what wait_for_inputs says; y is written when X has been read
+    BYTES: gl.constexpr = w_codes.block_type.nbytes if OF_W else (x_codes.block_type.nbytes
+                                                                  + x_scales.block_type.nbytes)
+    if not OF_W:
+        tl.extra.cuda.gdc_wait()  # what wait_for_inputs says; y is written when X has been read
     i = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        m0 = decode_place(tile, M, x_ring.shape[1], w_ring.shape[1])[0]
+        m0, n0 = decode_place(tile, M, x_ring.shape[1], w_ring.shape[1])
         for block in range(0, (K + 127) // 128, STEP):
             stage = i % STAGES
             hopper.mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
             ready = full.index(stage)
-            hopper.mbarrier.expect(ready, STEP * (x_codes.block_type.nbytes + x_scales.block_type.nbytes))
+            hopper.mbarrier.expect(ready, STEP * BYTES)
             for j in gl.static_range(STEP):
-                x = x_ring.index(stage * STEP + j).slice(0, x_codes.block_shape[0])
-                tma_load(x_codes, [m0, (block + j) * 128], ready, x)
-                tma_load(x_scales, [block + j, m0], ready, scale_ring.index(stage * STEP + j))
+                at = stage * STEP + j
+                if OF_W:
+                    tma_load(w_codes, [n0, (block + j) * 128], ready, w_ring.index(at))
+                else:
+                    x = x_ring.index(at).slice(0, x_codes.block_shape[0])
+                    tma_load(x_codes, [m0, (block + j) * 128], ready, x)
+                    tma_load(x_scales, [block + j, m0], ready, scale_ring.index(at))
             i += 1
-    tl.extra.cuda.gdc_launch_dependents()  # start_next; at the top a step of 64 rows at 8B took 3 % longer
+    if not OF_W:
+        tl.extra.cuda.gdc_launch_dependents()  # start_next; at the top a step at 8B took 3 % longer
 
 
 @gluon_jit
@@ -904,15 +895,15 @@ def decode_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, N: gl.conste
     if TOKENS == 64:
         gl.warp_specialize([
             (decode_multiply, (0, ring, w_scales, bias, y, tiles, M, N, K, W_SCALE_N, W_SCALE_K)),
-            (decode_load_w, (w_codes, ring, tiles, M, K)),
-            (decode_load_x, (x_codes, x_scales, ring, tiles, M, K)),
+            (decode_load, (True, x_codes, w_codes, x_scales, ring, tiles, M, K)),
+            (decode_load, (False, x_codes, w_codes, x_scales, ring, tiles, M, K)),
         ], [1, 1], [24, 24])
     else:
         gl.warp_specialize([
             (decode_multiply, (0, ring, w_scales, bias, y, tiles, M, N, K, W_SCALE_N, W_SCALE_K)),
             (decode_multiply, (1, ring, w_scales, bias, y, tiles, M, N, K, W_SCALE_N, W_SCALE_K)),
-            (decode_load_w, (w_codes, ring, tiles, M, K)),
-            (decode_load_x, (x_codes, x_scales, ring, tiles, M, K)),
+            (decode_load, (True, x_codes, w_codes, x_scales, ring, tiles, M, K)),
+            (decode_load, (False, x_codes, w_codes, x_scales, ring, tiles, M, K)),
         ], [4, 1, 1], [240, 24, 24])
 
 
