@@ -3157,7 +3157,7 @@ def test_one_rank_goes_on_as_two_and_back(tmp_path, paid):
 
 @cpu_only
 def test_a_rank_that_fails_ends_the_run(tmp_path, paid):
-    """A wrong bit in what rank 1 sampled first, a completion of the second problem: one message, no hang.
+    """A wrong bit in what rank 1 sampled first, a completion of the third problem: one message, no hang.
 
     Before that, supervised steps of one solution, so that a rank has nothing to do: the bits of one process.
     """
@@ -3176,7 +3176,7 @@ def test_a_rank_that_fails_ends_the_run(tmp_path, paid):
     log = read_log(tmp_path / "run")
     assert len(log) == 4 and log == read_log(tmp_path / "one")[:4]
     assert re.findall("rank .: error.*", errors) == re.findall(
-        r"rank \d: error: step 0: log-probs differ first at sequence 4, position \d+: .*", errors) != []
+        r"rank \d: error: step 0: log-probs differ first at sequence 8, position \d+: .*", errors) != []
 
 
 @pytest.mark.parametrize("flags, words", [

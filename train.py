@@ -320,21 +320,19 @@ class Ranks:
     """This process among those that torchrun started; alone, it makes no call to torch.distributed.
 
     Every rank holds the whole model and applies the same summed gradient, so weights stay equal to the bit.
-    Prompts are dealt out in turn; their completions are then known to all, and dealt out again, by length, to
-    be trained on. So a sequence is mostly scored by another rank than sampled it: the check of exactness sees
-    any drift between ranks. A run's state does not depend on their number.
+    Each samples for its share of the prompts; the completions are then known to all, and dealt out again, by
+    length, to be trained on. So many a sequence is scored by another rank than sampled it: the check of
+    exactness sees any drift between ranks. A run's state does not depend on their number.
     """
 
     def __init__(self, device):
         self.count = world_size()
         self.rank = int(os.environ["RANK"]) if self.count > 1 else 0
-        self.device = torch.device(device)
-        if self.count > 1 and device == "cuda":
-            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if self.device.type == "cuda" and self.device.index is not None:
+        self.device = torch.device("cuda", self.rank) if device == "cuda" else torch.device(device)
+        cuda = self.device.type == "cuda"
+        if cuda:
             torch.cuda.set_device(self.device)     # kernels and graphs go to the current device
         if self.count > 1:
-            cuda = self.device.type == "cuda"
             # Long enough for what the others wait for: a long completion, or rank 0 writing a checkpoint. A
             # rank that dies is not waited for at all, as torchrun then ends the others.
             dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=1),
@@ -342,33 +340,33 @@ class Ranks:
         if self.rank:
             sys.stdout = open(os.devnull, "w")     # rank 0 speaks for all; errors go to stderr
 
-    def call(self, collective, *args):
-        try:
-            collective(*args)
-        except RuntimeError:
-            if self.device.type == "cpu":
-                time.sleep(10)   # gloo: another rank is gone. It has said why, and torchrun ends this one now
-            raise
-
     def sum_(self, tensor):
         """Add up a tensor over all ranks, in place. On a GPU the host does not wait."""
         if self.count > 1:
-            self.call(dist.all_reduce, tensor)
+            try:
+                dist.all_reduce(tensor)
+            except RuntimeError:
+                if self.device.type == "cpu":
+                    time.sleep(10)   # gloo: another rank is gone. It has said why; torchrun ends this one now
+                raise
+        return tensor
 
     def gather(self, value):
         """Every rank's value, whatever JSON can hold, by rank. Waits until all are here."""
         if self.count == 1:
             return [value]
+        text = json.dumps(value).encode()
+        lengths = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = len(text)
+        lengths = self.sum_(lengths).tolist()
+        # Each rank fills a row of its own, so the sum is a table of all texts.
+        table = torch.zeros(self.count, max(lengths), dtype=torch.uint8, device=self.device)
+        table[self.rank, :len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return [json.loads(row[:n].tobytes()) for row, n in zip(self.sum_(table).cpu().numpy(), lengths)]
 
-        def same_length(tensor):
-            parts = [torch.empty_like(tensor) for _ in range(self.count)]
-            self.call(dist.all_gather, parts, tensor)
-            return parts
-
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
-        lengths = torch.cat(same_length(torch.tensor([len(text)], device=self.device))).tolist()
-        parts = same_length(torch.cat([text, text.new_zeros(max(lengths) - len(text))]))
-        return [json.loads(part[:n].cpu().numpy().tobytes()) for part, n in zip(parts, lengths)]
+    def share(self, count):
+        """This rank's part of a list of so many entries: a range, empty where there are fewer than ranks."""
+        return range(count * self.rank // self.count, count * (self.rank + 1) // self.count)
 
     def deal(self, sizes):
         """Indices of this rank's share of the work: the largest goes first, each to the least loaded rank."""
@@ -380,19 +378,13 @@ class Ranks:
                 mine.append(i)
         return sorted(mine)
 
-    def merge(self, rollout, samples):
-        """The completions of prompts that were dealt out in turn -> those of all prompts, on every rank."""
+    def merge(self, rollout):
+        """What each rank sampled for its share of the prompts -> the completions of all, on every rank."""
         if self.count == 1:
             return rollout
-        ours = list(zip(rollout.tokens, [logp.tolist() for logp in rollout.logprobs], rollout.finish))
-        shares, merged = self.gather(ours), Rollout()         # an FP32 value is the same after JSON
-        for i in range(sum(map(len, shares))):
-            prompt = i // samples
-            tokens, logp, finish = shares[prompt % self.count][prompt // self.count * samples + i % samples]
-            merged.tokens.append(tokens)
-            merged.logprobs.append(torch.tensor(logp))
-            merged.finish.append(finish)
-        return merged
+        ours = rollout.tokens, [logp.tolist() for logp in rollout.logprobs], rollout.finish
+        tokens, logprobs, finish = (sum(parts, []) for parts in zip(*self.gather(ours)))
+        return Rollout(tokens, [torch.tensor(logp) for logp in logprobs], finish)      # JSON keeps every bit
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -504,20 +496,26 @@ class Run:
 
     # ---- phases
 
+    def sample(self, prompts, n, temperature, keys):
+        """n completions of each prompt, sampled by all ranks together; `keys` names them for the noise."""
+        cfg, mine, ours = self.cfg, self.ranks.share(len(prompts)), Rollout()
+        if mine:
+            ours = self.sampler.generate(
+                prompts[mine.start:mine.stop], n, cfg.max_new_tokens, temperature, cfg.seed,
+                self.tokenizer.eos_ids, keys=keys[mine.start * n:mine.stop * n])
+        return self.ranks.merge(ours)
+
     def rollout(self, prompts):
-        """Sample a group for each prompt. Its running number keys a completion's noise, on whichever rank.
+        """A group for each prompt. A completion's noise is keyed by its running number in the whole run.
 
         Pages and graphs stay for the next step if the update fits beside them. Otherwise they are freed, and
         made anew each step: the update's own memory goes back to the sampler in its next `generate`.
         """
-        cfg, first = self.cfg, self.step * self.cfg.prompts * self.cfg.samples
-        mine = range(self.ranks.rank, cfg.prompts, self.ranks.count)
-        rollout = self.sampler.generate(
-            [prompts[i] for i in mine], cfg.samples, cfg.max_new_tokens, cfg.temperature, cfg.seed,
-            self.tokenizer.eos_ids,
-            keys=[first + i * cfg.samples + j for i in mine for j in range(cfg.samples)])
+        cfg, count = self.cfg, self.cfg.prompts * self.cfg.samples
+        keys = range(self.step * count, (self.step + 1) * count)
+        rollout = self.sample(prompts, cfg.samples, cfg.temperature, keys)
         hand_over(self.sampler, self.update_needs)
-        return self.ranks.merge(rollout, cfg.samples)
+        return rollout
 
     def learning_rate(self, step):
         warm = min(1.0, (step + 1) / max(1, self.cfg.warmup))
@@ -641,16 +639,11 @@ class Run:
         pass@k: the share of problems with a right one among k. The noise of these samples is keyed by
         negative numbers, which no training sample has, and the same in each evaluation.
         """
-        cfg, k, heldout = self.cfg, self.cfg.eval_samples, self.task.heldout
-        t0, rollout, mine = time.time(), Rollout(), range(self.ranks.rank, len(heldout), self.ranks.count)
-        if mine:
-            rollout = self.sampler.generate(
-                [self.encode_prompt(heldout[i]) for i in mine], k, cfg.max_new_tokens,
-                cfg.temperature if k > 1 else 0.0, cfg.seed, self.tokenizer.eos_ids,
-                keys=[-1 - i * k - j for i in mine for j in range(k)])
-        rewards = [heldout[mine[n // k]].reward(self.text(ids)) for n, ids in enumerate(rollout.tokens)]
-        rewards, truncated = zip(*self.ranks.gather((rewards, rollout.finish.count("length"))))
-        right, seconds = torch.tensor(sum(rewards, []), dtype=torch.float64).view(-1, k), time.time() - t0
+        cfg, k, heldout, t0 = self.cfg, self.cfg.eval_samples, self.task.heldout, time.time()
+        rollout = self.sample([self.encode_prompt(e) for e in heldout], k, cfg.temperature if k > 1 else 0.0,
+                              keys=range(-1, -1 - len(heldout) * k, -1))
+        rewards = [heldout[i // k].reward(self.text(ids)) for i, ids in enumerate(rollout.tokens)]
+        right, seconds = torch.tensor(rewards, dtype=torch.float64).view(-1, k), time.time() - t0
         accuracy, some = right.mean().item(), right.amax(1).mean().item()
         error = right.mean(1).std(correction=0).item() / math.sqrt(len(right))     # of the mean over problems
         passed = f"{accuracy:.1%}" + (f" (pass@1), {some:.1%} (pass@{k})" if k > 1 else "")
@@ -658,7 +651,7 @@ class Run:
         print(f"held-out accuracy {when}: {passed} of {len(right)} problems, {how} ({seconds:.1f} s)")
         self.log({"kind": "eval", "step": self.step, "accuracy": accuracy, "standard_error": error,
                   "problems": len(right), "samples": k, "pass_k": some,
-                  "truncated": sum(truncated) / right.numel(), "seconds": seconds})
+                  "truncated": rollout.finish.count("length") / len(rewards), "seconds": seconds})
 
     # ---- disk
 
