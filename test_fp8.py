@@ -2600,7 +2600,7 @@ def test_problems_longer_than_the_context(tmp_path, paid, capsys):
 
 
 @pytest.mark.parametrize("fault, words", [
-    ("vocabulary", "makes id 259 .*are 259: no match"), ("no end", "no file names an end-of-text id"),
+    ("vocabulary", "holds the id 259, but the model has 259 ids"), ("no end", "no file names an end-of-text id"),
     ("cut off", "its header describes"), ("no tokenizer", "tokenizer.json"),
 ])
 def test_checkpoint_faults_before_anything_is_written(tmp_path, fault, words):
@@ -2870,7 +2870,7 @@ def test_what_fits_and_what_to_lower():
         change = fitting(config, flags(), room, longest)
         new = dataclasses.replace(flags(), **change)
         assert change and new.micro_tokens >= longest
-        assert sum(train.memory(config, new, new.micro_tokens).values()) + train.SPARE <= room
+        assert sum(train.memory(config, new, new.micro_tokens).values()) <= room
         text = train.advice(config, flags(), room, longest)
         assert all("--" + name.replace("_", "-") in text for name in change)
 
