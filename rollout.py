@@ -29,6 +29,7 @@ key/value heads, D head size, L layers, T packed tokens, C hidden size, V vocabu
 """
 
 import argparse
+import itertools
 import math
 import sys
 import time
@@ -111,9 +112,8 @@ class PagePool:
     def reset(self):
         """Forgets all sequences. Every `generate` starts so: nothing computed with older weights survives
         it, and no NaN, which masked attention would still multiply by 0."""
-        for cache in self.caches:
-            for pages in cache:
-                pages.zero_()
+        for pages in itertools.chain(*self.caches):
+            pages.zero_()
         self.references = [0] * (self.capacity + 1)
         self.free_pages = list(range(self.capacity, 0, -1))       # a stack, low numbers on top
 
@@ -141,9 +141,8 @@ class PagePool:
     def copy(self, pairs):
         """Copies whole pages, [(source, destination), ...], in every layer."""
         source, destination = torch.tensor(pairs, device=self.caches[0][0].device).unbind(1)
-        for cache in self.caches:
-            for pages in cache:
-                pages[destination] = pages[source]
+        for pages in itertools.chain(*self.caches):
+            pages[destination] = pages[source]
 
 
 def free_memory(device):
@@ -431,11 +430,11 @@ class Sampler:
         """Runs the trainer's pass over (tokens, pages) pairs, up to PREFILL_TOKENS tokens at a time."""
         prefills = [pair for pair in prefills if pair[0]]      # a prompt of one token has nothing to prefill
         for batch in runs(prefills, lambda pair: len(pair[0]), PREFILL_TOKENS):
-            lengths, slots = [len(tokens) for tokens, _ in batch], []
-            for (_, pages), length in zip(batch, lengths):
-                slots.append((np.array(pages)[:, None] * PAGE + np.arange(PAGE)).flat[:length])
-            tokens, slots = (torch.tensor(np.concatenate(parts), device=self.device)       # (T,) int64 each
-                             for parts in ([tokens for tokens, _ in batch], slots))
+            slots = [(np.array(pages)[:, None] * PAGE + np.arange(PAGE)).flat[:len(tokens)]
+                     for tokens, pages in batch]
+            lengths = [len(tokens) for tokens, _ in batch]
+            tokens = torch.tensor(np.concatenate([tokens for tokens, _ in batch]), device=self.device)
+            slots = torch.tensor(np.concatenate(slots), device=self.device)             # (T,) int64, as tokens
             self.model.prefill(tokens, lengths, self.pool.caches, slots)
             self.stats.prefill_tokens += len(tokens)
 
@@ -468,7 +467,7 @@ class Sampler:
             self._build(slots, width, have)
 
     def _page_bytes(self):
-        return sum(pages.nbytes for cache in self.model.new_caches(1) for pages in cache)
+        return sum(pages.nbytes for pages in itertools.chain(*self.model.new_caches(1)))
 
     def _pages_in_memory(self, slots, width):
         """Pages that fit beside all else on the GPU: activations of the largest prefill, logits of a step."""
@@ -640,13 +639,12 @@ def talk(args):
         ids = tokenizer.chat([{"role": "user", "content": args.prompt}], args.thinking)
     else:
         ids = tokenizer.encode(args.prompt)              # a base model continues the text
-    check_request(config, [ids], args.n, args.max_new_tokens, args.temperature, args.seed, tokenizer.eos_ids,
-                  None)
+    request = [ids], args.n, args.max_new_tokens, args.temperature, args.seed, tokenizer.eos_ids, None
+    check_request(config, *request)
     if device == "cpu":
         print("on the CPU: the plain torch reference, exact and slow", file=sys.stderr)
     model = Transformer.from_pretrained(folder, precision=args.precision, device=device, kv=args.kv)
-    rollout = Sampler(model, verbose=sys.stdout.isatty()).generate(
-        [ids], args.n, args.max_new_tokens, args.temperature, args.seed, stop=tokenizer.eos_ids)
+    rollout = Sampler(model, verbose=sys.stdout.isatty()).generate(*request)
     for i, (tokens, finish) in enumerate(zip(rollout.tokens, rollout.finish)):
         if args.n > 1:
             print(f"---- {i + 1} of {args.n}")

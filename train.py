@@ -63,7 +63,7 @@ def flag(name):
 @dataclasses.dataclass
 class Config:
     """Every flag of the command line. Of three defaults the first two are those of the small model, on a GPU
-    and on a CPU, and the third is that of a checkpoint (--model)."""
+    and on a CPU; the third is that of a checkpoint (--model)."""
 
     # what is trained, on what
     model: str = opt("", "checkpoint folder or Hugging Face name; empty: a small model from random weights")
@@ -128,7 +128,9 @@ def parse(argv):
     for f in fields:
         takes = (dict(action=argparse.BooleanOptionalAction) if f.type is bool else
                  dict(type=f.type, choices=f.metadata["choices"]))
-        text = f"{f.metadata['help']} [{f.default}]"
+        several = type(f.default) is tuple
+        shown = "{}; on a CPU {}; with --model {}".format(*f.default) if several else f.default
+        text = f"{f.metadata['help']} [{shown}]"
         parser.add_argument(flag(f.name), default=f.default, help=text, **takes)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -141,7 +143,7 @@ def parse(argv):
     refuse(kind not in ("cuda", "cpu"), f"--device={cfg.device}: it must be cuda, cuda:N or cpu")
     refuse(cfg.resume and not cfg.out, "--resume needs --out=FOLDER, the folder of the run to go on with")
     for name, value in vars(cfg).items():
-        if isinstance(value, tuple):
+        if type(value) is tuple:
             setattr(cfg, name, value[2 if cfg.model else ("cuda", "cpu").index(kind)])
     cfg.out = cfg.out or f"runs/{cfg.task}-{cfg.precision}-{time.strftime('%Y%m%d-%H%M%S')}"
     check(cfg)
@@ -350,7 +352,7 @@ class Ranks:
 
 
 class Run:
-    """Everything a run holds; its methods are the phases of the loop in `work`."""
+    """Everything a run holds; its methods are the phases of the loop in `train`."""
 
     def __init__(self, cfg):
         self.cfg, self.start_clock = cfg, time.time()
@@ -371,8 +373,8 @@ class Run:
         # What depends on the clock is rank 0's: the default name of the folder, the date in chat templates.
         cfg.out, now = self.ranks.gather([cfg.out, self.tokenizer.now.isoformat()])[0]
         self.out, self.tokenizer.now = Path(cfg.out), datetime.datetime.fromisoformat(now)
-        self.fit(config)
-        self.fit_memory(config)
+        self.leave_out_long_problems(config)
+        self.estimate_memory(config)
         if cfg.model:
             model_file.read_tensors(folder, config)    # checks the files: before memory is taken
         if self.ranks.rank == 0:
@@ -414,8 +416,8 @@ class Run:
     def text(self, ids):
         return self.tokenizer.decode([i for i in ids if i not in self.tokenizer.eos_ids])
 
-    def fit(self, config):
-        """Leave out problems whose completion may not fit the context: said now, not cut in silence later."""
+    def leave_out_long_problems(self, config):
+        """Those whose completion may not fit the context: said now, not cut in silence later."""
         cfg, most, task = self.cfg, config.max_position_embeddings, self.task
         refuse(not self.tokenizer.eos_ids, f"{cfg.model}: no file names an end-of-text id, so no completion "
                                            "would end: put eos_token_id into generation_config.json")
@@ -434,7 +436,7 @@ class Run:
                 print(f"note: {what}: they are left out")
             examples[:] = [e for e, size in zip(examples, sizes) if size <= most]
 
-    def fit_memory(self, config):
+    def estimate_memory(self, config):
         """What an update and a checkpoint take, from the shapes alone: refuse now what can never fit."""
         cfg, prompts = self.cfg, [self.encode_prompt(e) for e in self.task.heldout]
         check_request(config, prompts, 1, cfg.max_new_tokens, 1.0, cfg.seed, self.tokenizer.eos_ids, None)
@@ -503,15 +505,16 @@ class Run:
         They hold this rank's share. "tokens" and "fed" count the completion tokens and the tokens fed of all.
         """
         cfg, n, batches = self.cfg, self.cfg.samples, []
-        equal = [cfg.drop_equal and not group.any() for group in advantages.view(-1, n)]
+        pairs = [(prompts[i // n], tokens) for i, tokens in enumerate(rollout.tokens)]
+        equal = [not group.any() for group in advantages.view(-1, n)]
+        kept = [i for i in range(len(pairs)) if not (cfg.drop_equal and equal[i // n])
+                and not (cfg.drop_truncated and rollout.finish[i] == "length")]
         for u in range(cfg.updates):
-            index = [i * n + j for i in range(u, cfg.prompts, cfg.updates) if not equal[i] for j in range(n)
-                     if not (cfg.drop_truncated and rollout.finish[i * n + j] == "length")]
-            completions, tokens = len(index), sum(len(rollout.tokens[i]) for i in index)
-            sizes = [fed((prompts[i // n], rollout.tokens[i])) for i in index]
-            index = [index[k] for k in self.ranks.deal(sizes)]
-            sequences = [(prompts[i // n], rollout.tokens[i]) for i in index]
-            lengths = torch.tensor([len(rollout.tokens[i]) for i in index], dtype=torch.int64)
+            whole = [i for i in kept if i // n % cfg.updates == u]
+            tokens, sizes = sum(len(pairs[i][1]) for i in whole), [fed(pairs[i]) for i in whole]
+            index = [whole[k] for k in self.ranks.deal(sizes)]
+            sequences = [pairs[i] for i in index]
+            lengths = torch.tensor([len(completion) for _, completion in sequences], dtype=torch.int64)
             sampler = torch.cat([torch.empty(0)] + [rollout.logprobs[i] for i in index]).to(self.device)
             batch = {"index": index, "sequences": sequences, "tokens": tokens, "fed": sum(sizes),
                      "sampler": sampler, "old": None, "share": None, "ref": None,
@@ -524,7 +527,7 @@ class Run:
             elif cfg.updates > 1:
                 batch["old"] = self.no_grad_scores(self.model, sequences)
             if cfg.loss_mean == "completion":
-                batch["share"] = grpo.mean_share(lengths, tokens, completions).to(self.device)
+                batch["share"] = grpo.mean_share(lengths, tokens, len(whole)).to(self.device)
             if cfg.kl:
                 batch["ref"] = self.no_grad_scores(self.reference_model(), sequences)
             batches.append(batch)
@@ -691,8 +694,8 @@ class Run:
                 self.step, self.skipped, self.silent = state["step"], state["skipped"], state["silent"]
                 self.tokenizer.now, logged = datetime.datetime.fromisoformat(state["now"]), state["logged"]
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-                raise ValueError(f"{folder} is damaged ({error!r}): remove it to resume the one before"
-                                 ) from None
+                problem = f"{folder} is damaged ({error!r}): remove it to resume the one before"
+                raise ValueError(problem) from None
             self.optimizer.load_state(tensors)
         if self.ranks.rank == 0:       # what the checkpoint does not know is run, and logged, again
             lines = (self.out / "log.jsonl").read_text().splitlines(keepends=True)[:logged]
@@ -947,10 +950,9 @@ def on_interrupt():
     return pressed
 
 
-def work(run):
+def train(run):
     """The run: evaluation, supervised phase, GRPO steps, checkpoints."""
-    cfg = run.cfg
-    resumed = run.restore()
+    cfg, resumed = run.cfg, run.restore()
     header(run, resumed)
     if run.ranks.rank == 0:
         run.keep_flags()
@@ -987,7 +989,7 @@ def main(argv=None):
     cfg = parse(sys.argv[1:] if argv is None else argv)
     run = Run(cfg)
     try:
-        work(run)
+        train(run)
     except torch.OutOfMemoryError:
         room = torch.cuda.max_memory_reserved(run.device)        # no more than this could be had
         raise RuntimeError(f"out of GPU memory at {gib(room)}, an update takes {by_part(run.parts)}: "
