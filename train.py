@@ -417,30 +417,32 @@ class Run:
         return self.tokenizer.decode([i for i in ids if i not in self.tokenizer.eos_ids])
 
     def leave_out_long_problems(self, config):
-        """Those whose completion may not fit the context: said now, not cut in silence later."""
+        """Those whose completion may not fit the context: said now, not cut in silence later. Ids that the
+        model does not have are refused."""
         cfg, most, task = self.cfg, config.max_position_embeddings, self.task
         refuse(not self.tokenizer.eos_ids, f"{cfg.model}: no file names an end-of-text id, so no completion "
                                            "would end: put eos_token_id into generation_config.json")
         drawn = not hasattr(task, "rows")    # as many as one likes: the held-out ones stand in for them
         for examples in [task.heldout] if drawn else [task.heldout, task.rows]:
             learned = cfg.sft_steps and (drawn or examples is task.rows)      # held-out ones may have none
+            prompts = [self.encode_prompt(e) for e in examples]
             solutions = [self.encode_solution(e) if learned else [] for e in examples]
-            sizes = [len(self.encode_prompt(e)) + max(cfg.max_new_tokens, len(solution))
-                     for e, solution in zip(examples, solutions)]
-            left_out = sum(size > most for size in sizes)
-            what = (f"{left_out} of {len(sizes)} problems, with --max-new-tokens={cfg.max_new_tokens} or "
+            fits = [len(prompt) + max(cfg.max_new_tokens, len(solution)) <= most
+                    for prompt, solution in zip(prompts, solutions)]
+            left_out = fits.count(False)
+            what = (f"{left_out} of {len(fits)} problems, with --max-new-tokens={cfg.max_new_tokens} or "
                     f"their solution, do not fit the {most} tokens of the model")
-            refuse(left_out == len(sizes) or drawn and left_out, f"{what}: lower --max-new-tokens, or give "
+            refuse(not any(fits) or drawn and left_out, f"{what}: lower --max-new-tokens, or give "
                    + ("a lower --difficulty" if drawn else "shorter ones"))
             if left_out:
                 print(f"note: {what}: they are left out")
-            examples[:] = [e for e, size in zip(examples, sizes) if size <= most]
+            examples[:], prompts = itertools.compress(examples, fits), list(itertools.compress(prompts, fits))
+            check_request(config, prompts, 1, cfg.max_new_tokens, 1.0, cfg.seed, self.tokenizer.eos_ids, None)
 
     def estimate_memory(self, config):
         """What an update and a checkpoint take, from the shapes alone: refuse now what can never fit."""
-        cfg, prompts = self.cfg, [self.encode_prompt(e) for e in self.task.heldout]
-        check_request(config, prompts, 1, cfg.max_new_tokens, 1.0, cfg.seed, self.tokenizer.eos_ids, None)
-        self.longest = max(map(len, prompts)) + cfg.max_new_tokens - 1
+        cfg = self.cfg
+        self.longest = max(len(self.encode_prompt(e)) for e in self.task.heldout) + cfg.max_new_tokens - 1
         self.parts = memory(config, cfg, max(cfg.micro_tokens, self.longest))
         self.update_needs = 1.1 * sum(list(self.parts.values())[-2:])
         self.checkpoint_bytes = (3 * STATES[cfg.states].itemsize + 2) * self.parts["gradients"] // 4
