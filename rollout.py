@@ -244,9 +244,7 @@ def advance_kernel(tokens, logprobs, ids, spans, table, is_stop, out, B,
 
 def advance(token, logprob, ids, spans, table, is_stop, out):
     """Records token and logprob (B,) of the running rows, moves these on, stops those at an end.
-
-    The others are the sampler's own tensors, which `Sampler._build` describes; changed in place.
-    """
+    The others are the sampler's own tensors, which `Sampler._build` describes; changed in place."""
     if not use_kernels(token):
         return advance_reference(token, logprob, ids, spans, table, is_stop, out)
     rows, width = table.shape
@@ -434,7 +432,7 @@ class Sampler:
                      for tokens, pages in batch]
             lengths = [len(tokens) for tokens, _ in batch]
             tokens = torch.tensor(np.concatenate([tokens for tokens, _ in batch]), device=self.device)
-            slots = torch.tensor(np.concatenate(slots), device=self.device)             # (T,) int64, as tokens
+            slots = torch.tensor(np.concatenate(slots), device=self.device)            # (T,) int64, as tokens
             self.model.prefill(tokens, lengths, self.pool.caches, slots)
             self.stats.prefill_tokens += len(tokens)
 

@@ -181,7 +181,6 @@ def check(cfg):
 
 # ---- packing -------------------------------------------------------------------------------------
 
-
 def fed(sequence):
     """Tokens of a (prompt, completion) pair that a pass is fed: the last one has nothing to predict."""
     return len(sequence[0]) + len(sequence[1]) - 1
@@ -209,7 +208,6 @@ def score(model, sequences, inv_temp):
 
 
 # ---- memory --------------------------------------------------------------------------------------
-
 
 def memory(c, cfg, tokens):
     """What an update holds on the GPU, in bytes by part: model config c, micro-batches of `tokens` tokens."""
@@ -271,11 +269,11 @@ def gib(size):
 
 
 def by_part(parts):
-    return f"{gib(sum(parts.values()))} ({', '.join(f'{name} {gib(size)}' for name, size in parts.items())})"
+    sizes = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
+    return f"{gib(sum(parts.values()))} ({sizes})"
 
 
 # ---- ranks: data parallel over the GPUs of one host ------------------------------------------------
-
 
 def world_size():
     return int(os.environ["WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else 1     # torchrun sets both
@@ -349,7 +347,6 @@ class Ranks:
 
 
 # ---- the run -------------------------------------------------------------------------------------
-
 
 class Run:
     """Everything a run holds; its methods are the phases of the loop in `train`."""
@@ -564,9 +561,7 @@ class Run:
 
     def reference_model(self):
         """The policy that GRPO started from, loaded when the first KL term asks for it and never before.
-
-        After a supervised phase it is that policy to BF16 rounding: the folder holds no FP32 masters.
-        """
+        After a supervised phase it is that policy to BF16 rounding: the folder holds no FP32 masters."""
         if self.reference is None:
             folder = self.cfg.model if self.cfg.model and not self.cfg.sft_steps else self.out / "start"
             self.reference = Transformer.from_pretrained(folder, self.cfg.precision, self.device,
@@ -797,9 +792,7 @@ def header(run, resumed):
 
 def longest_step(run, count):
     """Seconds of a rollout and an update if no completion ends early, of a model of `count` parameters.
-
-    At half of what an H200 can do: in an update by its operations, in a decode step by the bytes it reads.
-    """
+    At half of what an H200 can do: in an update by its operations, in a decode step by the bytes it reads."""
     cfg, c, completions = run.cfg, run.model.config, run.cfg.prompts * run.cfg.samples / run.ranks.count
     tokens, waves = completions * run.longest, max(1, completions / MAX_SLOTS["cuda"])
     passes = (4 if cfg.recompute else 3) + (cfg.updates > 1 and cfg.precision != "fp8") + (cfg.kl > 0)
@@ -826,7 +819,6 @@ def summary(run):
 
 
 # ---- the loop ------------------------------------------------------------------------------------
-
 
 def start_policy(run):
     """What precedes GRPO: from random weights, or a base model, to a policy that sometimes earns a reward."""
@@ -994,7 +986,7 @@ def main(argv=None):
         train(run)
     except torch.OutOfMemoryError:
         room = torch.cuda.max_memory_reserved(run.device)        # no more than this could be had
-        raise RuntimeError(f"out of GPU memory at {gib(room)}, an update takes {by_part(run.parts)}: "
+        raise RuntimeError(f"out of GPU memory at {gib(room)}, an update takes about {by_part(run.parts)}: "
                            f"{advice(run.model.config, cfg, 0.95 * room, run.longest)}\n"
                            "Whole checkpoints stay, --resume goes on from the newest") from None
 
