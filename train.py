@@ -71,7 +71,7 @@ class Config:
     data: str = opt("", "for --task=jsonl: TRAIN.jsonl,HELDOUT.jsonl with fields question and answer")
     difficulty: int = opt((4, 3, 4), "for generated tasks: number of terms, so length of a solution", least=1)
     digits: int = opt((2, 1, 2), "for --task=sum: digits of a term", least=1)
-    precision: str = opt("fp8", "fp8-rollout: the sampler alone; fp8: one flow for both", choices=PRECISIONS)
+    precision: str = opt("fp8", "fp8-rollout: FP8 in the sampler alone; fp8: in both", choices=PRECISIONS)
     kv: str = opt("bf16", "keys and values, on both sides; fp8 is half the cache", choices=KV_TYPES)
     device: str = opt("", "cuda or cpu; empty: cuda if there is one")
     seed: int = opt(0, "seed of weights, problems and samples")
