@@ -36,7 +36,7 @@ import torch
 
 # ---- where the answer of a completion is -----------------------------------------------------------------
 
-THINK_TAG = re.compile(r"</?think>")
+THINK = re.compile("<think>.*?</think>", re.DOTALL)
 # Escaped braces do not count, nor does a TeX line break escape a brace: those alternatives come first.
 BRACE = re.compile(r"\\\\(?!f?box)|\\[{}]|\\(?:boxed|fbox)[ \t]*\{|[{}]")
 
@@ -45,16 +45,11 @@ def outside_think(completion):
     """The text outside <think>...</think>; "" if a block is never closed. A closing tag without its opening
     one means that the prompt opened the block, as some chat templates do: all text before it was thought too.
     """
-    kept, start, inside = [], 0, False
-    for tag in THINK_TAG.finditer(completion):
-        if tag.group() == "</think>":
-            if not inside:
-                kept.clear()
-            start, inside = tag.end(), False
-        elif not inside:
-            kept.append(completion[start:tag.start()])
-            inside = True
-    return "" if inside else "\n".join(kept + [completion[start:]])
+    closed, tag, rest = completion.rpartition("</think>")
+    if "<think>" in rest:
+        return ""
+    # Every opening tag of the first part has a closing one behind it: each match ends where its search does.
+    return THINK.sub("\n", closed + tag).rpartition("</think>")[2] + rest
 
 
 def find_answer(completion):
@@ -405,7 +400,7 @@ class JsonLines:
 
 TASKS = {"sum": Sum, "countdown": Countdown, "jsonl": JsonLines}
 
-# ---- advantages, loss, mismatch: FP32, on the device of the inputs, which nothing waits for --------------
+# ---- advantages, loss, mismatch: in FP32, on the device of the inputs ------------------------------------
 
 MAX_EXPONENT = 20.0  # exp(20) = 4.9e8: far beyond any clip range, and safe to multiply and sum in FP32
 
@@ -430,13 +425,13 @@ def advantages(rewards, group_size, normalize_std=False):
 def k3(logp, other):
     """KL(p || q) per token, (T,) FP32, estimated from samples of p: exp(d) - 1 - d with d = log q - log p.
     Never below 0, 0 at equality. d is held at 20 (no gradient beyond), so value and gradient are finite."""
-    d = (other.float() - logp.float()).clamp(max=MAX_EXPONENT)
+    d = (other - logp).clamp(max=MAX_EXPONENT)
     return (torch.expm1(d) - d).clamp(min=0.0)  # exp(d) - 1 would lose small d; the clamp cuts the last ulp
 
 
 def truncated_weights(old_logp, sampler_logp, cap):
     """min(cap, p_old / p_sampler) (T,), constants: corrects for a sampler of another policy, up to cap."""
-    return (old_logp.float() - sampler_logp.float()).exp().clamp(max=cap).detach()
+    return (old_logp - sampler_logp).exp().clamp(max=cap).detach()
 
 
 def mean_share(lengths, total_tokens, completions):
@@ -459,13 +454,11 @@ def policy_loss(logp, old_logp, advantage, total_tokens, *, clip_low=0.2, clip_h
     token: near zero whatever the policy does, as a group's advantages cancel but for unequal lengths. Its
     gradient is not zero: watch reward and gradient norm, not the loss.
     """
-    named = {"old_logp": old_logp, "advantage": advantage, "weights": weights, "share": share,
-             "ref_logp": ref_logp}
+    named = dict(old_logp=old_logp, advantage=advantage, weights=weights, share=share, ref_logp=ref_logp)
     for name, tensor in named.items():  # (T,) with (T, 1) would broadcast to (T, T) without a word
         if tensor is not None and tensor.shape != logp.shape:
             raise ValueError(f"{name} {tuple(tensor.shape)} and logp {tuple(logp.shape)} differ in shape")
-    logp, old_logp, advantage = logp.float(), old_logp.detach().float(), advantage.float()
-    ratio = (logp - old_logp).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+    ratio = (logp - old_logp.detach()).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     losses = -torch.minimum(ratio * advantage, clipped * advantage)  # the lower gain: none beyond the clip
     if weights is not None:
@@ -502,7 +495,7 @@ def mismatch(sampler_logp, trainer_logp):
 
 
 def first_difference(sampler_logp, trainer_logp):
-    """Index of the first token whose bits differ, or None. Waits for the device: for the error path only."""
+    """Index of the first token whose bits differ, or None. Waits for the device."""
     differs = (sampler_logp.view(torch.int32) != trainer_logp.view(torch.int32)).nonzero()
     return int(differs[0]) if len(differs) else None
 
