@@ -337,14 +337,6 @@ class Ranks:
                 mine.append(i)
         return sorted(mine)
 
-    def merge(self, rollout):
-        """What each rank sampled for its share of the prompts -> the completions of all, on every rank."""
-        if self.count == 1:
-            return rollout
-        ours = rollout.tokens, [logp.tolist() for logp in rollout.logprobs], rollout.finish
-        tokens, logprobs, finish = (sum(parts, []) for parts in zip(*self.gather(ours)))
-        return Rollout(tokens, [torch.tensor(logp) for logp in logprobs], finish)      # JSON keeps every bit
-
 
 # ---- the run -------------------------------------------------------------------------------------
 
@@ -451,14 +443,18 @@ class Run:
     # ---- phases
 
     def sample(self, prompts, n, temperature, keys):
-        """n completions of each prompt, every rank sampling its part; `keys` names them for the noise."""
+        """n completions of each prompt. Every rank samples its part and has all; `keys` names the noise."""
         rank, count, ours = self.ranks.rank, self.ranks.count, Rollout()
         first, end = len(prompts) * rank // count, len(prompts) * (rank + 1) // count
         if first < end:
             ours = self.sampler.generate(
                 prompts[first:end], n, self.cfg.max_new_tokens, temperature, self.cfg.seed,
                 self.tokenizer.eos_ids, keys=keys[first * n:end * n])
-        return self.ranks.merge(ours)
+        if count == 1:
+            return ours
+        ours = ours.tokens, [logp.tolist() for logp in ours.logprobs], ours.finish
+        tokens, logprobs, finish = (sum(parts, []) for parts in zip(*self.ranks.gather(ours)))
+        return Rollout(tokens, [torch.tensor(logp) for logp in logprobs], finish)      # JSON keeps every bit
 
     def rollout(self, prompts):
         """A group for each prompt. A completion's noise is keyed by its running number in the whole run.
@@ -691,8 +687,7 @@ class Run:
                 self.step, self.skipped, self.silent = state["step"], state["skipped"], state["silent"]
                 self.tokenizer.now, logged = datetime.datetime.fromisoformat(state["now"]), state["logged"]
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-                problem = f"{folder} is damaged ({error!r}): remove it to resume the one before"
-                raise ValueError(problem) from None
+                raise ValueError(f"{folder} is damaged ({error!r}): remove it, then resume") from None
             self.optimizer.load_state(tensors)
         if self.ranks.rank == 0:       # what the checkpoint does not know is run, and logged, again
             lines = (self.out / "log.jsonl").read_text().splitlines(keepends=True)[:logged]
@@ -895,9 +890,8 @@ def record(run, rollout, rewards, batches, metrics, gap, results, clock):
     total = lambda i, name: sum(part[i][name] for part in parts)
     means = {name: total(0, name) / max(total(1, name), 1) for name in sums}
     worst_gap = torch.tensor([part[2]["max_dlogp"] for part in parts]).max().item()    # NaN stays NaN
-    cfg, (t0, t1, t2) = run.cfg, clock
-    lengths = [len(tokens) for tokens in rollout.tokens]
-    groups = rewards.view(-1, cfg.samples)
+    (t0, t1, t2), lengths = clock, [len(tokens) for tokens in rollout.tokens]
+    groups = rewards.view(-1, run.cfg.samples)
     best, worst = groups.max(1).values, groups.min(1).values
     skipped = sum(not finite.item() for _, finite in results)
     run.skipped, run.bad = run.skipped + skipped, run.bad + 1 if skipped else 0
@@ -916,8 +910,7 @@ def record(run, rollout, rewards, batches, metrics, gap, results, clock):
 
 def watch(run, r):
     """Say what a person should know who looks at the log later."""
-    cfg = run.cfg
-    silent = cfg.drop_truncated and r["truncated"] == 1 or not cfg.kl and r["equal_groups"] == 1
+    silent = run.cfg.drop_truncated and r["truncated"] == 1 or not run.cfg.kl and r["equal_groups"] == 1
     run.silent = run.silent + 1 if silent else 0
     if run.silent in (3, 30, 300):
         print(f"warning: for {run.silent} steps every group had equal rewards or was left out: no gradient "
@@ -952,9 +945,9 @@ def train(run):
         run.keep_flags()
     if not resumed:
         start_policy(run)
-    pressed, interrupted, first = on_interrupt(), False, run.step
+    pressed, first = on_interrupt(), run.step
     print(COLUMNS)
-    while run.step < cfg.steps and not interrupted:
+    while run.step < cfg.steps and not any(run.ranks.gather(bool(pressed))):    # all stop after the same step
         r = grpo_step(run)
         run.log(r)
         print(step_line(r), flush=True)
@@ -969,13 +962,11 @@ def train(run):
             run.evaluate("at the end" if last else f"after {run.step} steps")
         if cfg.save_every and run.step % cfg.save_every == 0:
             run.save()
-        interrupted = any(run.ranks.gather(bool(pressed)))      # on any rank: all stop after the same step
     folder = run.save()
     if run.step < cfg.steps:
         print(f"interrupted after {run.step} steps, saved {folder}: --out={cfg.out} --resume goes on")
         return
-    if run.ranks.rank == 0:
-        summary(run)
+    summary(run)
     print(f"saved {folder} | {time.time() - run.start_clock:.0f} s in all")
 
 
