@@ -34,36 +34,27 @@ from typing import Callable
 
 import torch
 
-# ----------------------------------------------------------------------------------------------------------
-# Where the answer of a completion is
+# ---- where the answer of a completion is -----------------------------------------------------------------
 
-THINK_TAG = re.compile(r"</?think>")
+THINK = re.compile("<think>.*?</think>", re.DOTALL)
 # Escaped braces do not count, nor does a TeX line break escape a brace: those alternatives come first.
 BRACE = re.compile(r"\\\\(?!f?box)|\\[{}]|\\(?:boxed|fbox)[ \t]*\{|[{}]")
 
 
 def outside_think(completion):
+    """The text outside <think>...</think>; "" if a block is never closed. A closing tag without its opening
+    one means that the prompt opened the block, as some chat templates do: all text before it was thought too.
     """
-    The text outside <think>...</think>; "" if a block is never closed. A closing tag without its opening one
-    means that the prompt opened the block, as some chat templates do: all text before it was thought too.
-    """
-    kept, start, inside = [], 0, False
-    for tag in THINK_TAG.finditer(completion):
-        if tag.group() == "</think>":
-            if not inside:
-                kept.clear()
-            start, inside = tag.end(), False
-        elif not inside:
-            kept.append(completion[start:tag.start()])
-            inside = True
-    return "" if inside else "\n".join(kept + [completion[start:]])
+    closed, tag, rest = completion.rpartition("</think>")
+    if "<think>" in rest:
+        return ""
+    # Every opening tag of the first part has a closing one behind it: each match ends where its search does.
+    return THINK.sub("\n", closed + tag).rpartition("</think>")[2] + rest
 
 
 def find_answer(completion):
-    r"""
-    The text in the last closed \boxed{...}, else what follows the last line start `####`, else None. A bare
-    number is never an answer, or a policy learns to name many. Of nested boxes the outer one closes last.
-    """
+    r"""The text in the last closed \boxed{...} (of nested ones the outer), else what follows the last line
+    start `####`, else None. A bare number is never an answer, or a policy learns to name many."""
     text = outside_think(completion)
     opened, box = [], None  # opened: a start for each open box, None for each other open brace
     for brace in BRACE.finditer(text):
@@ -79,9 +70,9 @@ def find_answer(completion):
     return None if at < 0 else text[at + 4:].partition("\n")[0]
 
 
-# ----------------------------------------------------------------------------------------------------------
-# What an answer means: an exact rational value, else LaTeX in one spelling. Each function is one pass over
-# its text, without backtracking: a model in training sooner or later writes the worst input there is.
+# ---- what an answer means: an exact rational value, else LaTeX in one spelling ---------------------------
+# Each function is one pass over its text, without backtracking: a model in training sooner or later writes
+# the worst input there is.
 
 MAX_DIGITS = 500  # below any limit that Python sets on int(str); quadratic big integers do not matter yet
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\s+|.", re.DOTALL)
@@ -171,9 +162,8 @@ def _ratio(text, at):
 
 
 def number(text):
-    """
-    The exact value of a spelled answer: a Fraction; a str of digits if there are over MAX_DIGITS; None if it
-    is no number. Never a float. A unit or % behind the number is ignored: 5% answers 5, and 0.05 does not.
+    """The exact value of a spelled answer: a Fraction; a str of digits if there are over MAX_DIGITS; None if
+    it is no number. Never a float. A unit or % behind the number is ignored: 5% answers 5, and 0.05 does not.
     """
     sign = SIGN.match(text)
     short = len(text) <= MAX_DIGITS
@@ -196,10 +186,8 @@ def number(text):
 
 
 def math_reward(completion, gold):
-    r"""
-    1.0 if the completion's answer equals the gold (str), else 0.0: by exact value if one is a number, else as
-    LaTeX up to spelling. Evaluates nothing, raises nothing, keeps no state (threads), takes linear time.
-    """
+    r"""1.0 if the completion's answer equals the gold (str), else 0.0: by exact value if one is a number,
+    else as LaTeX up to spelling. Evaluates and raises nothing, keeps no state, takes linear time."""
     answer = find_answer(completion)
     if answer is None:
         return 0.0
@@ -211,9 +199,9 @@ def math_reward(completion, gold):
     return float(answer == gold != "")
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Tasks. A task has .train(index) -> Example for any index >= 0, a function of seed and index alone (so that a
-# run resumes from a counter), and .heldout, a list of Examples whose prompts never occur in training.
+# ---- tasks -----------------------------------------------------------------------------------------------
+# A task has .train(index) -> Example for any index >= 0, a function of seed and index alone (so that a run
+# resumes from a counter), and .heldout, a list of Examples whose prompts never occur in training.
 
 
 @dataclass(frozen=True)
@@ -253,9 +241,8 @@ class Generated:
 
 
 class Sum(Generated):
-    """
-    "12+34+56=", solved by running totals: "12+34=46", "46+56=102", "#### 102". `difficulty` counts the terms
-    and sets the length of the solution: 4 terms take about 40 bytes, 100 about 1,260, 1,000 about 14,600.
+    """Such as "12+34+56=", solved by running totals: "12+34=46", "46+56=102", "#### 102". `difficulty` counts
+    the terms and sets the solution's length: 4 terms take some 40 bytes, 100 take 1,260, 1,000 take 14,600.
 
     A share of the solutions is hasty: an estimate from the terms rounded to tens, hardly ever right. A model
     that was shown both ways does both, and GRPO has to find out that the long way pays.
@@ -369,10 +356,8 @@ def _parse_row(line):
 
 
 def load_jsonl(path):
-    """
-    Examples of a file of JSON lines with "question" and "answer" (GSM8K as published). Newlines of any
-    system, a byte order mark and blank lines are accepted; any other fault is a ValueError with its line.
-    """
+    """Examples of a file of JSON lines with "question" and "answer" (GSM8K as published). Newlines of any
+    system, a byte order mark and blank lines are accepted; any other fault is a ValueError with its line."""
     try:
         with open(path, "rb") as file:
             lines = file.read().removeprefix(b"\xef\xbb\xbf").splitlines()  # bytes split at \n, \r, \r\n only
@@ -415,18 +400,15 @@ class JsonLines:
 
 TASKS = {"sum": Sum, "countdown": Countdown, "jsonl": JsonLines}
 
-# ----------------------------------------------------------------------------------------------------------
-# Advantages, loss, mismatch. All FP32 and on the device of the inputs, which nothing here waits for.
+# ---- advantages, loss, mismatch: in FP32, on the device of the inputs ------------------------------------
 
 MAX_EXPONENT = 20.0  # exp(20) = 4.9e8: far beyond any clip range, and safe to multiply and sum in FP32
 
 
 def advantages(rewards, group_size, normalize_std=False):
-    """
-    Reward minus its group's mean: rewards (N,) -> FP32 (N,). A reward that is not finite (a failed score)
+    """Reward minus its group's mean: rewards (N,) -> FP32 (N,). A reward that is not finite (a failed score)
     counts as 0. Equal rewards give exactly 0: the first one is taken off before the mean, so no rounding is
-    left that a division by the standard deviation would blow up to size 1.
-    """
+    left that a division by the standard deviation would blow up to size 1."""
     if group_size < 2:
         raise ValueError(f"group_size={group_size}: one sample has no baseline; take 2 or more a prompt")
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
@@ -441,22 +423,19 @@ def advantages(rewards, group_size, normalize_std=False):
 
 
 def k3(logp, other):
-    """
-    KL(p || q) per token, (T,) FP32, estimated from samples of p: exp(d) - 1 - d with d = log q - log p. Never
-    below 0, and 0 at equality. d is held at 20 (no gradient beyond): value and gradient are always finite.
-    """
-    d = (other.float() - logp.float()).clamp(max=MAX_EXPONENT)
+    """KL(p || q) per token, (T,) FP32, estimated from samples of p: exp(d) - 1 - d with d = log q - log p.
+    Never below 0, 0 at equality. d is held at 20 (no gradient beyond), so value and gradient are finite."""
+    d = (other - logp).clamp(max=MAX_EXPONENT)
     return (torch.expm1(d) - d).clamp(min=0.0)  # exp(d) - 1 would lose small d; the clamp cuts the last ulp
 
 
 def truncated_weights(old_logp, sampler_logp, cap):
     """min(cap, p_old / p_sampler) (T,), constants: corrects for a sampler of another policy, up to cap."""
-    return (old_logp.float() - sampler_logp.float()).exp().clamp(max=cap).detach()
+    return (old_logp - sampler_logp).exp().clamp(max=cap).detach()
 
 
 def mean_share(lengths, total_tokens, completions):
-    """
-    Weights (T,) for policy_loss that turn its mean over tokens into the mean over completions of their means.
+    """Weights (T,) for policy_loss that turn its mean over tokens into one over completions' means.
 
     lengths (n,): tokens of the completions here, of the update's `completions` with `total_tokens` in all.
     """
@@ -465,8 +444,7 @@ def mean_share(lengths, total_tokens, completions):
 
 def policy_loss(logp, old_logp, advantage, total_tokens, *, clip_low=0.2, clip_high=0.28, weights=None,
                 share=None, ref_logp=None, kl_coef=0.0):
-    """
-    Clipped loss of one micro-batch: sum over its tokens / total_tokens -> (FP32 scalar, dict of FP64 sums).
+    """Clipped loss of a micro-batch, sum over its tokens / total_tokens -> FP32 scalar, dict of FP64 sums.
 
     logp (T,) carries the gradient. Constants: old_logp, advantage (T,); weights (T,), a factor of the policy
     term; ref_logp (T,), adds kl_coef * k3; share (T,), a factor of both. total_tokens: of the whole update.
@@ -476,13 +454,11 @@ def policy_loss(logp, old_logp, advantage, total_tokens, *, clip_low=0.2, clip_h
     token: near zero whatever the policy does, as a group's advantages cancel but for unequal lengths. Its
     gradient is not zero: watch reward and gradient norm, not the loss.
     """
-    named = {"old_logp": old_logp, "advantage": advantage, "weights": weights, "share": share,
-             "ref_logp": ref_logp}
+    named = dict(old_logp=old_logp, advantage=advantage, weights=weights, share=share, ref_logp=ref_logp)
     for name, tensor in named.items():  # (T,) with (T, 1) would broadcast to (T, T) without a word
         if tensor is not None and tensor.shape != logp.shape:
             raise ValueError(f"{name} {tuple(tensor.shape)} and logp {tuple(logp.shape)} differ in shape")
-    logp, old_logp, advantage = logp.float(), old_logp.detach().float(), advantage.float()
-    ratio = (logp - old_logp).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+    ratio = (logp - old_logp.detach()).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     losses = -torch.minimum(ratio * advantage, clipped * advantage)  # the lower gain: none beyond the clip
     if weights is not None:
@@ -505,11 +481,8 @@ def policy_loss(logp, old_logp, advantage, total_tokens, *, clip_low=0.2, clip_h
 
 
 def mismatch(sampler_logp, trainer_logp):
-    """
-    The gap between sampler and trainer on the same tokens, FP32 (T,) each, as 0-d device tensors: mean_dlogp,
-    max_dlogp, k3 (estimates KL(sampler || trainer)), differing (share of tokens whose bits differ) and
-    differing_tokens (their number).
-    """
+    """The gap between two sides' log-probs, FP32 (T,) each, as 0-d device tensors: mean_dlogp, max_dlogp, k3
+    (estimates KL(sampler || trainer)), share and number of the tokens whose bits differ."""
     differs = sampler_logp.view(torch.int32) != trainer_logp.view(torch.int32)  # bits: -0 is not 0
     gap, tokens = (sampler_logp - trainer_logp).abs(), max(len(differs), 1)
     return {
@@ -522,16 +495,14 @@ def mismatch(sampler_logp, trainer_logp):
 
 
 def first_difference(sampler_logp, trainer_logp):
-    """Index of the first token whose bits differ, or None. Waits for the device: for the error path only."""
+    """Index of the first token whose bits differ, or None. Waits for the device."""
     differs = (sampler_logp.view(torch.int32) != trainer_logp.view(torch.int32)).nonzero()
     return int(differs[0]) if len(differs) else None
 
 
 class Metrics:
-    """
-    The one place where metrics add up, as a sum and a count for each name: the mean over micro-batches is the
-    mean over their tokens, whatever their sizes. Sums stay where they are, mostly on the device.
-    """
+    """The one place where metrics add up, as a sum and a count for each name: the mean over micro-batches is
+    the mean over their tokens, whatever their sizes. Sums stay where they are, mostly on the device."""
 
     def __init__(self, names=()):
         self.sums, self.counts = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)

@@ -29,6 +29,7 @@ key/value heads, D head size, L layers, T packed tokens, C hidden size, V vocabu
 """
 
 import argparse
+import itertools
 import math
 import sys
 import time
@@ -38,14 +39,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fp8 import jit, launch, overlapped, start_next, tl, triton, use_kernels, wait_for_inputs
+from fp8 import (cdiv, jit, launch, overlapped, round_up, start_next, tl, triton, use_kernels,
+                 wait_for_inputs)
 from model import KV_TYPES, PAGE, PRECISIONS, SPLIT, Config, Tokenizer, Transformer, folder_from_name, sample
 
 STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}   # decode steps: a finished row idles for half of them on average
 PREFILL_TOKENS = 8192     # packed tokens of one prefill call; only a longer single sequence exceeds it
 GROWTH_PAGES = 2          # free pages left to each running sequence when another one is admitted
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512)   # rows of the graphs: a capture each, and idle rows cost little
-QUIET_SECONDS = 10        # shorter rollouts show no progress; also the time between two lines in a file
+QUIET_SECONDS = 10        # between two lines of progress, so shorter rollouts show none
 MAX_SLOTS = {"cuda": 512, "cpu": 64}          # the CPU reference multiplies blocks of 64 rows, full or not
 
 
@@ -73,11 +75,24 @@ class Rollout:
         return self.n_tokens / max(self.seconds, 1e-9)
 
 
+def runs(items, size, budget):
+    """Splits items, in order, into lists of up to `budget` by the sum of their sizes, or of one item."""
+    batch, used = [], 0
+    for item in items:
+        if batch and used + size(item) > budget:
+            yield batch
+            batch, used = [], 0
+        batch.append(item)
+        used += size(item)
+    if batch:
+        yield batch
+
+
 # ---- pages -----------------------------------------------------------------------------------------------
 
 def pages_for(positions):
     """Number of pages that hold so many positions."""
-    return -(-positions // PAGE)
+    return cdiv(positions, PAGE)
 
 
 class PagePool:
@@ -95,21 +110,16 @@ class PagePool:
         self.reset()
 
     def reset(self):
-        """Forget all sequences. Every `generate` starts so: no cached prompt of older weights survives it,
-        and no NaN, which masked attention would still multiply by 0."""
-        for cache in self.caches:
-            for pages in cache:
-                pages.zero_()
+        """Forgets all sequences. Every `generate` starts so: nothing computed with older weights survives
+        it, and no NaN, which masked attention would still multiply by 0."""
+        for pages in itertools.chain(*self.caches):
+            pages.zero_()
         self.references = [0] * (self.capacity + 1)
         self.free_pages = list(range(self.capacity, 0, -1))       # a stack, low numbers on top
 
     @property
     def free(self):
         return len(self.free_pages)
-
-    @property
-    def used(self):
-        return self.capacity - self.free
 
     def take(self, count):
         pages = [self.free_pages.pop() for _ in range(count)]
@@ -131,9 +141,8 @@ class PagePool:
     def copy(self, pairs):
         """Copies whole pages, [(source, destination), ...], in every layer."""
         source, destination = torch.tensor(pairs, device=self.caches[0][0].device).unbind(1)
-        for cache in self.caches:
-            for pages in cache:
-                pages[destination] = pages[source]
+        for pages in itertools.chain(*self.caches):
+            pages[destination] = pages[source]
 
 
 def free_memory(device):
@@ -235,9 +244,7 @@ def advance_kernel(tokens, logprobs, ids, spans, table, is_stop, out, B,
 
 def advance(token, logprob, ids, spans, table, is_stop, out):
     """Records token and logprob (B,) of the running rows, moves these on, stops those at an end.
-
-    The others are the sampler's own tensors, which `Sampler._build` describes; changed in place.
-    """
+    The others are the sampler's own tensors, which `Sampler._build` describes; changed in place."""
     if not use_kernels(token):
         return advance_reference(token, logprob, ids, spans, table, is_stop, out)
     rows, width = table.shape
@@ -253,11 +260,12 @@ class Sampler:
     the memory back.
     """
 
-    def __init__(self, model, max_slots=None, pages=None, memory_fraction=0.9, verbose=False):
-        self.model, self.device = model, model.head.data.device
+    def __init__(self, model, max_slots=None, pages=None, verbose=False):
+        self.model, self.device, self.verbose = model, model.head.data.device, verbose
         self.max_slots, self.max_pages = max_slots, pages
-        self.memory_fraction, self.verbose = memory_fraction, verbose
         self.steps = STEPS_PER_LOOK[self.device.type]
+        refuse(self.device.type == "cuda" and self.device.index != torch.cuda.current_device(),
+               f"the model is on {self.device}, which is not the current GPU: torch.cuda.set_device")
         self.slots, self.width, self.pool, self.graphs, self.told = 0, 0, None, {}, None
 
     # ---- one decode step: everything the device does -----------------------------------------------------
@@ -342,10 +350,10 @@ class Sampler:
             self.host_table[seq.row] = self.host_table[len(self.active)]
 
     def _reserve(self):
-        """Gives every row the pages of its next steps; if none is left, the youngest sequence has to wait.
+        """Gives every row the pages of its next steps; if none is left, preempts the youngest sequence.
 
-        It resumes from a prefill of all that it had, to the same page bits by the contract: only time is
-        lost. The oldest one never goes, so there is always progress.
+        That goes to the front of the queue and resumes from a prefill of all that it had, to the same page
+        bits by the contract: only time is lost. The oldest one never goes, so there is always progress.
         """
         for seq in list(self.active):
             while seq.pages and (short := seq.span(self.steps) - len(seq.pages)) > 0:
@@ -355,14 +363,12 @@ class Sampler:
                 elif self.shared:
                     self._drop_shared()
                 else:
-                    self._preempt(max(self.active, key=lambda s: s.age))
-
-    def _preempt(self, seq):
-        """Back to the front of the queue."""
-        self._vacate(seq)
-        seq.prefix = _Prefix((seq.prompt + seq.tokens[:seq.count].tolist())[:-1], waiting=1)
-        self.queue.appendleft(seq)
-        self.stats.preemptions += 1
+                    youngest = max(self.active, key=lambda s: s.age)
+                    self._vacate(youngest)
+                    had = youngest.prompt + youngest.tokens[:youngest.count].tolist()
+                    youngest.prefix = _Prefix(had[:-1], waiting=1)
+                    self.queue.appendleft(youngest)
+                    self.stats.preemptions += 1
 
     def _drop_shared(self):
         """Returns the pages kept for samples that still wait; the next of them prefills the prompt again."""
@@ -420,19 +426,13 @@ class Sampler:
 
     def _prefill(self, prefills):
         """Runs the trainer's pass over (tokens, pages) pairs, up to PREFILL_TOKENS tokens at a time."""
-        batches, room = [], 0
-        for tokens, pages in prefills:
-            if tokens:                               # a prompt of one token has nothing to prefill
-                if len(tokens) > room:
-                    batches.append([])
-                    room = PREFILL_TOKENS
-                slots = np.array(pages)[:, None] * PAGE + np.arange(PAGE)             # (pages, PAGE)
-                batches[-1].append((tokens, slots.flat[:len(tokens)]))
-                room -= len(tokens)
-        for batch in batches:
-            tokens = torch.tensor(np.concatenate([t for t, _ in batch]), device=self.device)     # (T,) int64
-            slots = torch.tensor(np.concatenate([s for _, s in batch]), device=self.device)      # (T,) int64
-            lengths = [len(t) for t, _ in batch]
+        prefills = [pair for pair in prefills if pair[0]]      # a prompt of one token has nothing to prefill
+        for batch in runs(prefills, lambda pair: len(pair[0]), PREFILL_TOKENS):
+            slots = [(np.array(pages)[:, None] * PAGE + np.arange(PAGE)).flat[:len(tokens)]
+                     for tokens, pages in batch]
+            lengths = [len(tokens) for tokens, _ in batch]
+            tokens = torch.tensor(np.concatenate([tokens for tokens, _ in batch]), device=self.device)
+            slots = torch.tensor(np.concatenate(slots), device=self.device)            # (T,) int64, as tokens
             self.model.prefill(tokens, lengths, self.pool.caches, slots)
             self.stats.prefill_tokens += len(tokens)
 
@@ -445,7 +445,7 @@ class Sampler:
         was.
         """
         needs = sorted((pages_for(s.end) for s in sequences), reverse=True)
-        width = max(-(-needs[0] // 16) * 16, self.width)     # some room: prompts differ from step to step
+        width = max(round_up(needs[0], 16), self.width)      # some room: prompts differ from step to step
         slots = max(min(len(sequences), self.max_slots or MAX_SLOTS[self.device.type]), self.slots)
         # A size that a captured graph has, so that the batch sizes of a run do not depend on its evaluations.
         slots = self.max_slots or next((b for b in BUCKETS if b >= slots), slots)
@@ -454,28 +454,26 @@ class Sampler:
         pages = self.max_pages or sum(needs[:slots]) * 9 // 8 + 2
         have = self.pool.capacity + 1 if self.pool else 0
         same = self.pool and (slots, width) == (self.slots, self.width)
-        fits = same and have >= min(pages, self.memory_pages)
-        if not fits:
+        if not same or have < min(pages, self.memory_pages):
             self.release()
             self.memory_pages = self._pages_in_memory(slots, width)
             have = min(max(pages, have), self.memory_pages)
-        if have < needs[0] + 2:
-            raise ValueError(
-                f"the longest prompt + max_new_tokens needs {needs[0] + 2} pages of {PAGE} tokens, "
-                f"there are {have}: lower max_new_tokens, or give the sampler more pages or memory")
-        if not fits:
+        refuse(have < needs[0] + 2,
+               f"the longest prompt + max_new_tokens needs {needs[0] + 2} pages of {PAGE} tokens, there are "
+               f"{have}: lower max_new_tokens, or give the sampler more pages or memory")
+        if self.pool is None:
             self._build(slots, width, have)
 
     def _page_bytes(self):
-        return sum(pages.nbytes for cache in self.model.new_caches(1) for pages in cache)
+        return sum(pages.nbytes for pages in itertools.chain(*self.model.new_caches(1)))
 
     def _pages_in_memory(self, slots, width):
         """Pages that fit beside all else on the GPU: activations of the largest prefill, logits of a step."""
-        c, free = self.model.config, free_memory(self.device) * self.memory_fraction
+        c, free = self.model.config, 0.9 * free_memory(self.device)
         # BF16 a token: residual and norm outputs; q, k, v before and after RoPE, and o; gate, up and product.
         heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
         activations = 2 * (4 * c.hidden_size + 4 * heads + 4 * c.intermediate_size)
-        parts = -(-width * PAGE // SPLIT)                              # FP32 sums of attention, by part
+        parts = cdiv(width * PAGE, SPLIT)                              # FP32 sums of attention, by part
         used = (max(PREFILL_TOKENS, width * PAGE) * activations
                 + 4 * slots * (c.vocab_size + parts * c.num_attention_heads * c.head_dim))
         return int((free - used) // self._page_bytes())
@@ -483,7 +481,7 @@ class Sampler:
     def _build(self, slots, width, pages):
         """Allocates all that the decode step touches, at addresses that hold until `release`."""
         on = dict(device=self.device)
-        rows = -(-slots // 16) * 16                  # every row vector starts at a multiple of 16 bytes
+        rows = round_up(slots, 16)                   # every row vector starts at a multiple of 16 bytes
         self.slots, self.width = slots, width
         self.pool = PagePool(self.model, pages)
         self.ids = torch.zeros(4, rows, dtype=torch.int64, **on)     # current token, key, slot; [3, 0]: step
@@ -506,11 +504,6 @@ class Sampler:
             if line != self.told:                                      # once, not after every `release`
                 print(line, flush=True)
             self.told = line
-
-    @property
-    def gib(self):
-        """Memory that the pages hold."""
-        return (self.pool.capacity + 1) * self._page_bytes() / 2**30 if self.pool else 0.0
 
     def release(self):
         """Frees pages and graphs; the next `generate` builds them again.
@@ -563,7 +556,7 @@ class Sampler:
             if self.verbose:
                 self._progress(len(sequences), start)
 
-        assert self.pool.used == 0, f"{self.pool.used} of {self.pool.capacity} pages were not returned"
+        assert self.pool.free == self.pool.capacity, "pages were not returned"
         result = self.stats
         result.tokens = [s.tokens[:s.count].tolist() for s in sequences]
         result.logprobs = [torch.from_numpy(s.logprobs[:s.count].copy()) for s in sequences]
@@ -573,31 +566,30 @@ class Sampler:
         return result
 
     def _progress(self, total, start):
-        """For long rollouts: a line that rewrites itself on a terminal, plain ones where output is a file."""
-        now, terminal, last = time.perf_counter(), sys.stdout.isatty(), not (self.queue or self.active)
-        due = now - self.shown > (0.2 if terminal else QUIET_SECONDS) or last and terminal
-        if now - start > QUIET_SECONDS and due:
+        """A line now and then, where a rollout is a long one."""
+        now = time.perf_counter()
+        if now - self.shown > QUIET_SECONDS:
             self.shown = now
-            line = (f"rollout: {total - len(self.queue) - len(self.active):,} of {total:,} sequences, "
-                    f"{self.stats.n_tokens:,} tokens, {self.stats.n_tokens / (now - start):,.0f} tok/s, "
-                    f"{self.pool.used:,} of {self.pool.capacity:,} pages")
-            end = "" if terminal and not last else "\n"
-            print(f"\r{line:<100}" if terminal else line, end=end, flush=True)
+            print(f"rollout: {total - len(self.queue) - len(self.active):,} of {total:,} sequences, "
+                  f"{self.stats.n_tokens:,} tokens, {self.stats.n_tokens / (now - start):,.0f} tok/s, "
+                  f"{self.pool.capacity - self.pool.free:,} of {self.pool.capacity:,} pages", flush=True)
+
+
+def refuse(wrong, message):
+    if wrong:
+        raise ValueError(message)
 
 
 def check_request(config, prompts, n, max_new_tokens, temperature, seed, stop, keys):
     """Refuses what cannot be served, with the numbers. -> prompts (lists), limits, stop ids, keys."""
-    def refuse(wrong, message):
-        if wrong:
-            raise ValueError(message)
-
-    V, most = config.vocab_size, config.max_position_embeddings
+    V, most, total = config.vocab_size, config.max_position_embeddings, len(prompts) * n
     refuse(n < 1, f"n is {n}: a prompt needs at least 1 completion")
     refuse(len(prompts) == 0, "there are no prompts")
-    total = len(prompts) * n
-    each = f"for {total} completions ({len(prompts)} prompts, n={n})"
     limits = [max_new_tokens] * total if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    refuse(len(limits) != total, f"max_new_tokens has {len(limits)} entries {each}: give one, or one each")
+    keys = list(range(total) if keys is None else keys)
+    for name, given in ("max_new_tokens", limits), ("keys", keys):
+        refuse(len(given) != total, f"{name} has {len(given)} entries for {total} completions "
+                                    f"({len(prompts)} prompts, n={n}): give one each")
     for i, limit in enumerate(limits):
         refuse(limit < 1, f"max_new_tokens of completion {i} is {limit}: it must be at least 1")
     arrays = [np.asarray(prompt) for prompt in prompts]
@@ -609,13 +601,10 @@ def check_request(config, prompts, n, max_new_tokens, temperature, seed, stop, k
                                      f"{V} ids: was it encoded by another tokenizer?")
         refuse(longest > most, f"prompt {i} has {len(ids)} tokens, with max_new_tokens {longest}, but the "
                                f"model takes {most} (max_position_embeddings): shorten the one or the other")
-    refuse(not (math.isfinite(temperature) and temperature >= 0),
-           f"temperature is {temperature}: it must be a positive number, or 0 (greedy)")
-    refuse(0 < temperature < 1e-6, f"temperature is {temperature}: below 1e-6 logits overflow; 0 is greedy")
+    refuse(not (temperature == 0 or 1e-6 <= temperature < math.inf),                     # NaN as well
+           f"temperature is {temperature}: it must be 1e-6 or more, or logits overflow; 0 is greedy")
     stop = list(config.eos_token_id if stop is None else stop)
     refuse(any(not 0 <= s < V for s in stop), f"stop holds an id outside 0..{V - 1}: {stop}")
-    keys = list(range(total) if keys is None else keys)
-    refuse(len(keys) != total, f"keys has {len(keys)} entries {each}")
     refuse(any(not -2**63 <= k < 2**63 for k in keys + [seed]), "seed and keys must fit 64 bits")
     return [ids.tolist() for ids in arrays], limits, stop, keys
 
@@ -648,13 +637,12 @@ def talk(args):
         ids = tokenizer.chat([{"role": "user", "content": args.prompt}], args.thinking)
     else:
         ids = tokenizer.encode(args.prompt)              # a base model continues the text
-    check_request(config, [ids], args.n, args.max_new_tokens, args.temperature, args.seed, tokenizer.eos_ids,
-                  None)
+    request = [ids], args.n, args.max_new_tokens, args.temperature, args.seed, tokenizer.eos_ids, None
+    check_request(config, *request)
     if device == "cpu":
         print("on the CPU: the plain torch reference, exact and slow", file=sys.stderr)
     model = Transformer.from_pretrained(folder, precision=args.precision, device=device, kv=args.kv)
-    rollout = Sampler(model, verbose=sys.stdout.isatty()).generate(
-        [ids], args.n, args.max_new_tokens, args.temperature, args.seed, stop=tokenizer.eos_ids)
+    rollout = Sampler(model, verbose=sys.stdout.isatty()).generate(*request)
     for i, (tokens, finish) in enumerate(zip(rollout.tokens, rollout.finish)):
         if args.n > 1:
             print(f"---- {i + 1} of {args.n}")

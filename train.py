@@ -42,12 +42,12 @@ from safetensors.torch import load_file, save_file
 import fp8
 import grpo
 import model as model_file
-from model import Tokenizer, Transformer, to_device, token_logprobs
-from rollout import MAX_SLOTS, Parser, Rollout, Sampler, explain
+from model import KV_TYPES, PRECISIONS, Tokenizer, Transformer, to_device, token_logprobs
+from rollout import MAX_SLOTS, Parser, Rollout, Sampler, check_request, explain, refuse, runs
 
 # ---- configuration -------------------------------------------------------------------------------
 
-
+HERE = Path(__file__).resolve().parent
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -62,56 +62,53 @@ def flag(name):
 
 @dataclasses.dataclass
 class Config:
-    """Every flag of the command line. None: chosen by PRESETS for the device and the model."""
+    """Every flag of the command line. Of three defaults the first two are those of the small model, on a GPU
+    and on a CPU; the third is that of a checkpoint (--model)."""
 
     # what is trained, on what
     model: str = opt("", "checkpoint folder or Hugging Face name; empty: a small model from random weights")
     task: str = opt("sum", "what is learned", choices=grpo.TASKS)
     data: str = opt("", "for --task=jsonl: TRAIN.jsonl,HELDOUT.jsonl with fields question and answer")
-    difficulty: int = opt(None, "for generated tasks: number of terms, so length of a solution", least=1)
-    digits: int = opt(None, "for --task=sum: digits of a term", least=1)
-    precision: str = opt("fp8", "fp8-rollout: only the sampler in FP8; fp8: one flow for both",
-                         choices=model_file.PRECISIONS)
-    kv: str = opt("bf16", "keys and values, of sampler and trainer alike; fp8 is half the cache",
-                  choices=model_file.KV_TYPES)
+    difficulty: int = opt((4, 3, 4), "for generated tasks: number of terms, so length of a solution", least=1)
+    digits: int = opt((2, 1, 2), "for --task=sum: digits of a term", least=1)
+    precision: str = opt("fp8", "fp8-rollout: FP8 in the sampler alone; fp8: in both", choices=PRECISIONS)
+    kv: str = opt("bf16", "keys and values, on both sides; fp8 is half the cache", choices=KV_TYPES)
     device: str = opt("", "cuda or cpu; empty: cuda if there is one")
     seed: int = opt(0, "seed of weights, problems and samples")
-    layers: int = opt(None, "layers of the small model", least=1)
-    width: int = opt(None, "hidden size of the small model", least=1)
+    layers: int = opt((6, 2, None), "layers of the small model", least=1)
+    width: int = opt((512, 128, None), "hidden size of the small model", least=1)
     # supervised phase
-    sft_steps: int = opt(None, "supervised steps on worked solutions before GRPO (0: none)")
-    sft_batch: int = opt(None, "solutions a supervised step", least=1)
-    sft_lr: float = opt(None, "peak learning rate of the supervised phase")
+    sft_steps: int = opt((500, 400, 0), "supervised steps on worked solutions before GRPO (0: none)")
+    sft_batch: int = opt((256, 32, 64), "solutions a supervised step", least=1)
+    sft_lr: float = opt((1e-3, 3e-3, 1e-5), "peak learning rate of the supervised phase")
     # GRPO
-    steps: int = opt(None, "GRPO steps")
-    prompts: int = opt(None, "problems a step", least=1)
-    samples: int = opt(None, "completions a problem: one group, whose mean is the baseline", least=2)
+    steps: int = opt((60, 30, 100), "GRPO steps")
+    prompts: int = opt((64, 16, 32), "problems a step", least=1)
+    samples: int = opt((16, 8, 8), "completions a problem: one group, whose mean is the baseline", least=2)
     updates: int = opt(1, "optimizer updates a step, each on its share of the problems", least=1)
-    max_new_tokens: int = opt(None, "longest completion, in tokens", least=1)
+    max_new_tokens: int = opt((128, 32, 512), "longest completion, in tokens", least=1)
     temperature: float = opt(1.0, "of the training samples, in sampler and trainer alike", least=1e-6)
-    lr: float = opt(None, "peak learning rate of GRPO")
+    lr: float = opt((1e-4, 1e-4, 1e-6), "peak learning rate of GRPO")
     warmup: int = opt(5, "steps over which the learning rate rises linearly")
     lr_decay: float = opt(0.0, "share of the learning rate that is lost, linearly, by the last step")
     weight_decay: float = opt(0.0, "AdamW's, on matrices")
     grad_clip: float = opt(1.0, "largest norm of the whole gradient", least=1e-6)
     clip_low: float = opt(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: float = opt(0.28, "the ratio is clipped above 1 + clip_high")
-    loss_mean: str = opt("token", "what the loss is a mean over: all tokens, or completions (of their means)",
-                         choices=("token", "completion"))
+    loss_mean: str = opt("token", "mean over tokens, or completions' means", choices=("token", "completion"))
     normalize_std: bool = opt(False, "divide advantages by the group's standard deviation")
     drop_truncated: bool = opt(False, "leave completions that reached max_new_tokens out of the loss")
     drop_equal: bool = opt(False, "leave groups of equal rewards, which have no gradient, out of the loss")
     kl: float = opt(0.0, "weight of the KL divergence to the policy GRPO starts from (0: no second model)")
     tis: float = opt(0.0, "with fp8-rollout: weigh tokens by min(TIS, old / sampler probability) (0: off)")
     # engine
-    micro_tokens: int = opt(None, "tokens in one packed forward and backward pass", least=1)
+    micro_tokens: int = opt((32768, 4096, 16384), "tokens in one packed forward and backward pass", least=1)
     recompute: bool = opt(False, "run each layer again in the backward pass, instead of keeping activations")
-    states: str = opt("fp32", "masters and moments of AdamW; bf16 (stochastic rounding) is half the memory",
-                      choices=STATES)
+    states: str = opt("fp32", "AdamW's masters, moments; bf16 (stochastic rounding) is half", choices=STATES)
     exact: str = opt("", "when a log-prob differs; empty: stop in fp8 on Hopper or a CPU, else warn",
                      choices=("stop", "warn", "off"))
     # evaluation, logging, saving
-    eval_every: int = opt(None, "steps between evaluations on held-out problems (0: only before and after)")
+    eval_every: int = opt((20, 10, 0), "steps between evaluations (0: only before and after)")
     eval_problems: int = opt(256, "held-out problems of an evaluation", least=1)
     eval_samples: int = opt(1, "answers to each: 1 is greedy, more are drawn for pass@1 and pass@k", least=1)
     sample_every: int = opt(20, "steps between printed completions (0: none)")
@@ -123,28 +120,17 @@ class Config:
     debug: bool = opt(False, "show the whole traceback of an error")
 
 
-# Values for flags that were not given: for the small model by device, else for a checkpoint.
-PRESETS = {
-    "cuda": dict(difficulty=4, digits=2, layers=6, width=512, sft_steps=500, sft_batch=256, sft_lr=1e-3,
-                 steps=60, prompts=64, samples=16, max_new_tokens=128, lr=1e-4, micro_tokens=32768,
-                 eval_every=20),
-    "cpu": dict(difficulty=3, digits=1, layers=2, width=128, sft_steps=400, sft_batch=32, sft_lr=3e-3,
-                steps=30, prompts=16, samples=8, max_new_tokens=32, lr=1e-4, micro_tokens=4096,
-                eval_every=10),
-    "checkpoint": dict(difficulty=4, digits=2, sft_steps=0, sft_batch=64, sft_lr=1e-5, steps=100,
-                       prompts=32, samples=8, max_new_tokens=512, lr=1e-6, micro_tokens=16384,
-                       eval_every=0),
-}
-
-
 def parse(argv):
     """Command line -> Config. An unknown flag is refused with the nearest name."""
-    fields, raw = dataclasses.fields(Config), argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    fields = dataclasses.fields(Config)
+    parser = Parser(description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in fields:
         takes = (dict(action=argparse.BooleanOptionalAction) if f.type is bool else
                  dict(type=f.type, choices=f.metadata["choices"]))
-        text = f"{f.metadata['help']} [{f.default}]"
+        several = type(f.default) is tuple
+        shown = "{}; on a CPU {}; with --model {}".format(*f.default) if several else f.default
+        text = f"{f.metadata['help']} [{shown}]"
         parser.add_argument(flag(f.name), default=f.default, help=text, **takes)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -156,17 +142,12 @@ def parse(argv):
     kind = cfg.device.split(":")[0]
     refuse(kind not in ("cuda", "cpu"), f"--device={cfg.device}: it must be cuda, cuda:N or cpu")
     refuse(cfg.resume and not cfg.out, "--resume needs --out=FOLDER, the folder of the run to go on with")
-    for name, value in PRESETS["checkpoint" if cfg.model else kind].items():
-        if getattr(cfg, name) is None:
-            setattr(cfg, name, value)
+    for name, value in vars(cfg).items():
+        if type(value) is tuple:
+            setattr(cfg, name, value[2 if cfg.model else ("cuda", "cpu").index(kind)])
     cfg.out = cfg.out or f"runs/{cfg.task}-{cfg.precision}-{time.strftime('%Y%m%d-%H%M%S')}"
     check(cfg)
     return cfg
-
-
-def refuse(wrong, message):
-    if wrong:
-        raise ValueError(message)
 
 
 def check(cfg):
@@ -178,74 +159,55 @@ def check(cfg):
     refuse(cfg.device.startswith("cuda") and not torch.cuda.is_available(),
            "--device=cuda, but torch sees no CUDA device: check the driver, or use the CPU")
     refuse(cfg.seed >= 2**63, f"--seed={cfg.seed}: it must be below 2^63")
-    refuse(cfg.updates > cfg.prompts,
-           f"--updates={cfg.updates}, --prompts={cfg.prompts}: each update needs a problem")
-    refuse(cfg.drop_equal and cfg.kl,
-           f"--drop-equal leaves out groups that --kl={cfg.kl} still learns from: give one of the two")
-    refuse(cfg.tis and cfg.precision != "fp8-rollout",
-           f"--tis={cfg.tis} weighs the gap of --precision=fp8-rollout, not of {cfg.precision}")
+    refuse(cfg.updates > cfg.prompts, f"--updates={cfg.updates}: each update needs a problem of --prompts")
+    refuse(cfg.drop_equal and cfg.kl, "--drop-equal leaves out what --kl learns from: give one of the two")
+    refuse(cfg.tis and cfg.precision != "fp8-rollout", f"--tis={cfg.tis} is for --precision=fp8-rollout")
     files = cfg.data.split(",")
     refuse(cfg.task == "jsonl" and not (len(files) <= 2 and all(files)),
            f"--task=jsonl needs --data=TRAIN.jsonl,HELDOUT.jsonl, not '{cfg.data}'\n(GSM8K: {grpo.GSM8K})")
-    refuse(cfg.task != "jsonl" and cfg.data,
-           f"--data={cfg.data} is read by --task=jsonl, not by --task={cfg.task}")
+    refuse(cfg.task != "jsonl" and cfg.data, f"--data={cfg.data} is read by --task=jsonl, not by {cfg.task}")
     refuse(cfg.wandb and importlib.util.find_spec("wandb") is None,
            "--wandb needs the package wandb: pip install wandb (log.jsonl has it all too)")
-    if world_size() > 1:
-        check_ranks(cfg, world_size())
-
-
-def check_ranks(cfg, count):
-    refuse(os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"],
-           "the ranks are spread over several hosts, and only one is supported: --standalone")
-    refuse(cfg.device not in ("cuda", "cpu"),
-           f"--device={cfg.device}: under torchrun every rank takes the GPU of its own number")
-    refuse(cfg.device == "cuda" and torch.cuda.device_count() < count,
-           f"--nproc-per-node={count}, but torch sees {torch.cuda.device_count()} GPUs")
-    refuse(cfg.prompts < count, f"--prompts={cfg.prompts}: each of the {count} ranks samples for one or "
-                                "more: raise it, or lower --nproc-per-node")
+    if (count := world_size()) > 1:
+        refuse(os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"],
+               "the ranks are spread over several hosts, and only one is supported: --standalone")
+        refuse(cfg.device not in ("cuda", "cpu"),
+               f"--device={cfg.device}: under torchrun every rank takes the GPU of its own number")
+        refuse(cfg.device == "cuda" and torch.cuda.device_count() < count,
+               f"--nproc-per-node={count}, but torch sees {torch.cuda.device_count()} GPUs")
+        refuse(cfg.prompts < count, f"--prompts={cfg.prompts}: each of the {count} ranks samples for one or "
+                                    "more: raise it, or lower --nproc-per-node")
 
 
 # ---- packing -------------------------------------------------------------------------------------
 
+def fed(sequence):
+    """Tokens of a (prompt, completion) pair that a pass is fed: the last one has nothing to predict."""
+    return len(sequence[0]) + len(sequence[1]) - 1
+
 
 def micro_batches(sequences, budget):
-    """Split (prompt ids, completion ids) pairs, in order, into runs of up to `budget` tokens (or 1 pair)."""
-    batch, used = [], 0
-    for sequence in sequences:
-        size = len(sequence[0]) + len(sequence[1]) - 1
-        if batch and used + size > budget:
-            yield batch
-            batch, used = [], 0
-        batch.append(sequence)
-        used += size
-    if batch:
-        yield batch
+    """Pairs, in order, in lists of up to `budget` fed tokens (or of one pair)."""
+    return runs(sequences, fed, budget)
 
 
 def score(model, sequences, inv_temp):
-    """Log-probs of all completion tokens, one after the other: FP32 (N,). One packed pass, differentiable.
-
-    The hidden state at a token predicts the next one, so the last token of a sequence is never fed in.
-    """
-    device = inv_temp.device
-    tokens, rows, targets, lengths, start = [], [], [], [], 0
+    """Log-probs of all completion tokens, one after the other: FP32 (N,). One packed pass, differentiable."""
+    tokens, rows, targets, start = [], [], [], 0
     for prompt, completion in sequences:
         tokens += prompt + completion[:-1]
         targets += completion
-        lengths.append(len(prompt) + len(completion) - 1)
-        rows += range(start + len(prompt) - 1, start + lengths[-1])
-        start += lengths[-1]
+        rows += range(start + len(prompt) - 1, len(tokens))
+        start = len(tokens)
     # numpy reads long lists many times faster than torch does.
-    tokens, rows, targets = (to_device(torch.from_numpy(np.array(ids, np.int64)), device)
+    tokens, rows, targets = (to_device(torch.from_numpy(np.array(ids, np.int64)), inv_temp.device)
                              for ids in (tokens, rows, targets))
     # By indexing, whose backward pass adds in a fixed order; that of index_select would use atomics.
-    hidden = model(tokens, lengths)[rows]                                             # (N, C)
+    hidden = model(tokens, [fed(sequence) for sequence in sequences])[rows]           # (N, C)
     return token_logprobs(hidden, model.head, targets, inv_temp)
 
 
 # ---- memory --------------------------------------------------------------------------------------
-
 
 def memory(c, cfg, tokens):
     """What an update holds on the GPU, in bytes by part: model config c, micro-batches of `tokens` tokens."""
@@ -263,13 +225,10 @@ def memory(c, cfg, tokens):
     # of a layer holds beside what was kept: gradients, codes in both directions.
     chunk = 2 * model_file.TokenLogprobsFunction.CHUNK * c.vocab_size
     work = max(chunk + tokens * 12 * C, tokens * (8 * F + layer * cfg.recompute))
-    return {"weights": weights * (1 + (cfg.kl > 0)),
+    return {"CUDA and its libraries": 2**30, "weights": weights * (1 + (cfg.kl > 0)),
             "masters and moments": 3 * STATES[cfg.states].itemsize * (matrices + tables) - shared,
             "gradients": 4 * (matrices + tables),
             f"activations of {tokens:,} tokens": tokens * L * kept, "work space": work}
-
-
-SPARE = 2**30                 # CUDA's context, the libraries' workspaces
 
 
 def fitting(c, cfg, room, longest):
@@ -283,7 +242,7 @@ def fitting(c, cfg, room, longest):
     for least, change in itertools.product((min(8192, cfg.micro_tokens), 0), changes):
         new = dataclasses.replace(cfg, **change)
         for tokens in range(most, max(longest, least) - 1, -256):
-            if SPARE + sum(memory(c, new, tokens).values()) <= room:
+            if sum(memory(c, new, tokens).values()) <= room:
                 return change | ({"micro_tokens": tokens} if tokens < cfg.micro_tokens else {})
     return None
 
@@ -305,12 +264,16 @@ def hand_over(sampler, needed):
             sampler.release()
 
 
-def gib(parts):
-    return ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
+def gib(size):
+    return f"{size / 2**30:.1f} GiB"
+
+
+def by_part(parts):
+    sizes = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
+    return f"{gib(sum(parts.values()))} ({sizes})"
 
 
 # ---- ranks: data parallel over the GPUs of one host ------------------------------------------------
-
 
 def world_size():
     return int(os.environ["WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else 1     # torchrun sets both
@@ -320,21 +283,19 @@ class Ranks:
     """This process among those that torchrun started; alone, it makes no call to torch.distributed.
 
     Every rank holds the whole model and applies the same summed gradient, so weights stay equal to the bit.
-    Prompts are dealt out in turn; their completions are then known to all, and dealt out again, by length, to
-    be trained on. So a sequence is mostly scored by another rank than sampled it: the check of exactness sees
-    any drift between ranks. A run's state does not depend on their number.
+    Each samples for its share of the prompts; the completions are then known to all, and dealt out again, by
+    length, to be trained on. So many a sequence is scored by another rank than sampled it: the check of
+    exactness sees any drift between ranks. A run's state does not depend on their number.
     """
 
     def __init__(self, device):
         self.count = world_size()
         self.rank = int(os.environ["RANK"]) if self.count > 1 else 0
-        self.device = torch.device(device)
-        if self.count > 1 and device == "cuda":
-            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if self.device.type == "cuda" and self.device.index is not None:
+        self.device = torch.device("cuda", self.rank) if device == "cuda" else torch.device(device)
+        cuda = self.device.type == "cuda"
+        if cuda:
             torch.cuda.set_device(self.device)     # kernels and graphs go to the current device
         if self.count > 1:
-            cuda = self.device.type == "cuda"
             # Long enough for what the others wait for: a long completion, or rank 0 writing a checkpoint. A
             # rank that dies is not waited for at all, as torchrun then ends the others.
             dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=1),
@@ -342,33 +303,29 @@ class Ranks:
         if self.rank:
             sys.stdout = open(os.devnull, "w")     # rank 0 speaks for all; errors go to stderr
 
-    def call(self, collective, *args):
-        try:
-            collective(*args)
-        except RuntimeError:
-            if self.device.type == "cpu":
-                time.sleep(10)   # gloo: another rank is gone. It has said why, and torchrun ends this one now
-            raise
-
     def sum_(self, tensor):
         """Add up a tensor over all ranks, in place. On a GPU the host does not wait."""
         if self.count > 1:
-            self.call(dist.all_reduce, tensor)
+            try:
+                dist.all_reduce(tensor)
+            except RuntimeError:
+                if self.device.type == "cpu":
+                    time.sleep(10)   # gloo: another rank is gone. It has said why; torchrun ends this one now
+                raise
+        return tensor
 
     def gather(self, value):
         """Every rank's value, whatever JSON can hold, by rank. Waits until all are here."""
         if self.count == 1:
             return [value]
-
-        def same_length(tensor):
-            parts = [torch.empty_like(tensor) for _ in range(self.count)]
-            self.call(dist.all_gather, parts, tensor)
-            return parts
-
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
-        lengths = torch.cat(same_length(torch.tensor([len(text)], device=self.device))).tolist()
-        parts = same_length(torch.cat([text, text.new_zeros(max(lengths) - len(text))]))
-        return [json.loads(part[:n].cpu().numpy().tobytes()) for part, n in zip(parts, lengths)]
+        text = json.dumps(value).encode()
+        lengths = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = len(text)
+        lengths = self.sum_(lengths).tolist()
+        # Each rank fills a row of its own, so the sum is a table of all texts.
+        table = torch.zeros(self.count, max(lengths), dtype=torch.uint8, device=self.device)
+        table[self.rank, :len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return [json.loads(row[:n].tobytes()) for row, n in zip(self.sum_(table).cpu().numpy(), lengths)]
 
     def deal(self, sizes):
         """Indices of this rank's share of the work: the largest goes first, each to the least loaded rank."""
@@ -380,34 +337,21 @@ class Ranks:
                 mine.append(i)
         return sorted(mine)
 
-    def merge(self, rollout, samples):
-        """The completions of prompts that were dealt out in turn -> those of all prompts, on every rank."""
-        if self.count == 1:
-            return rollout
-        ours = list(zip(rollout.tokens, [logp.tolist() for logp in rollout.logprobs], rollout.finish))
-        shares, merged = self.gather(ours), Rollout()         # an FP32 value is the same after JSON
-        for i in range(sum(map(len, shares))):
-            prompt = i // samples
-            tokens, logp, finish = shares[prompt % self.count][prompt // self.count * samples + i % samples]
-            merged.tokens.append(tokens)
-            merged.logprobs.append(torch.tensor(logp))
-            merged.finish.append(finish)
-        return merged
-
 
 # ---- the run -------------------------------------------------------------------------------------
 
-
 class Run:
-    """Everything a run holds; its methods are the phases of the loop in `work`."""
+    """Everything a run holds; its methods are the phases of the loop in `train`."""
 
     def __init__(self, cfg):
-        self.cfg, self.step, self.logged, self.skipped, self.bad, self.silent = cfg, 0, 0, 0, 0, 0
-        self.start_clock, self.ranks, self.reference = time.time(), Ranks(cfg.device), None
+        self.cfg, self.start_clock = cfg, time.time()
+        self.step = self.logged = self.skipped = 0       # steps done, lines of the log, updates skipped
+        self.bad = self.silent = 0                       # steps in a row that were skipped, had no gradient
+        self.ranks, self.reference = Ranks(cfg.device), None
         self.device = self.ranks.device
-        cfg.out = self.ranks.gather(cfg.out)[0]         # its default name holds a time
-        self.out = Path(cfg.out)
-        self.task = make_task(cfg)
+        args = {"sum": [cfg.difficulty, cfg.digits], "countdown": [cfg.difficulty]}
+        args = args.get(cfg.task, cfg.data.split(","))
+        self.task = grpo.TASKS[cfg.task](*args, seed=cfg.seed, heldout=cfg.eval_problems)
         if cfg.model:
             folder = model_file.folder_from_name(cfg.model)
             self.tokenizer = Tokenizer.from_pretrained(folder)
@@ -415,10 +359,11 @@ class Run:
         else:
             self.tokenizer = Tokenizer.bytes()
             config = small_config(cfg, self.tokenizer)
-        now = self.ranks.gather(self.tokenizer.now.isoformat())[0]
-        self.tokenizer.now = datetime.datetime.fromisoformat(now)
-        self.fit(config)
-        self.fit_memory(config)
+        # What depends on the clock is rank 0's: the default name of the folder, the date in chat templates.
+        cfg.out, now = self.ranks.gather([cfg.out, self.tokenizer.now.isoformat()])[0]
+        self.out, self.tokenizer.now = Path(cfg.out), datetime.datetime.fromisoformat(now)
+        self.leave_out_long_problems(config)
+        self.estimate_memory(config)
         if cfg.model:
             model_file.read_tensors(folder, config)    # checks the files: before memory is taken
         if self.ranks.rank == 0:
@@ -455,40 +400,35 @@ class Run:
         return self.tokenizer.encode(example.solution, parse_special=False) + self.tokenizer.eos_ids[:1]
 
     def problems(self, first, count):
-        """`count` training examples from a running number on, in an order that depends on the seed alone."""
         return [self.task.train(i) for i in range(first, first + count)]
 
     def text(self, ids):
         return self.tokenizer.decode([i for i in ids if i not in self.tokenizer.eos_ids])
 
-    def fit(self, config):
-        """Leave out problems whose completion may not fit the context: said now, not cut in silence later."""
+    def leave_out_long_problems(self, config):
+        """Those whose completion may not fit the context: said now, not cut in silence later. Ids that the
+        model does not have are refused."""
         cfg, most, task = self.cfg, config.max_position_embeddings, self.task
         refuse(not self.tokenizer.eos_ids, f"{cfg.model}: no file names an end-of-text id, so no completion "
                                            "would end: put eos_token_id into generation_config.json")
         drawn = not hasattr(task, "rows")    # as many as one likes: the held-out ones stand in for them
-
-        def size(example):
-            prompt = self.encode_prompt(example)
-            top = max(prompt, default=0)
-            refuse(top >= config.vocab_size,
-                   f"{cfg.model}: tokenizer.json makes id {top} of {example.prompt[:60]!r}, by config.json "
-                   f"there are {config.vocab_size}: no match")
-            solution = self.encode_solution(example) if learned and cfg.sft_steps else []
-            return len(prompt) + max(cfg.max_new_tokens, len(solution))
-
         for examples in [task.heldout] if drawn else [task.heldout, task.rows]:
-            learned = drawn or examples is task.rows         # held-out answers may come without a solution
-            before, examples[:] = len(examples), [e for e in examples if size(e) <= most]
-            left_out = before - len(examples)
-            what = (f"{left_out} of {before} problems, with --max-new-tokens={cfg.max_new_tokens} or their "
-                    f"solution, do not fit the {most} tokens of the model")
-            refuse(not examples or drawn and left_out, f"{what}: lower --max-new-tokens, or give "
+            learned = cfg.sft_steps and (drawn or examples is task.rows)      # held-out ones may have none
+            prompts = [self.encode_prompt(e) for e in examples]
+            solutions = [self.encode_solution(e) if learned else [] for e in examples]
+            fits = [len(prompt) + max(cfg.max_new_tokens, len(solution)) <= most
+                    for prompt, solution in zip(prompts, solutions)]
+            left_out = fits.count(False)
+            what = (f"{left_out} of {len(fits)} problems, with --max-new-tokens={cfg.max_new_tokens} or "
+                    f"their solution, do not fit the {most} tokens of the model")
+            refuse(not any(fits) or drawn and left_out, f"{what}: lower --max-new-tokens, or give "
                    + ("a lower --difficulty" if drawn else "shorter ones"))
             if left_out:
                 print(f"note: {what}: they are left out")
+            examples[:], prompts = itertools.compress(examples, fits), list(itertools.compress(prompts, fits))
+            check_request(config, prompts, 1, cfg.max_new_tokens, 1.0, cfg.seed, self.tokenizer.eos_ids, None)
 
-    def fit_memory(self, config):
+    def estimate_memory(self, config):
         """What an update and a checkpoint take, from the shapes alone: refuse now what can never fit."""
         cfg = self.cfg
         self.longest = max(len(self.encode_prompt(e)) for e in self.task.heldout) + cfg.max_new_tokens - 1
@@ -496,28 +436,37 @@ class Run:
         self.update_needs = 1.1 * sum(list(self.parts.values())[-2:])
         self.checkpoint_bytes = (3 * STATES[cfg.states].itemsize + 2) * self.parts["gradients"] // 4
         if self.device.type == "cuda":
-            room = torch.cuda.mem_get_info(self.device)[1]
-            least = sum(memory(config, cfg, self.longest).values())
-            refuse(least > room,
-                   f"this takes {least / 2**30:.1f} GiB ({gib(self.parts)}), the GPU has "
-                   f"{room / 2**30:.1f}: {advice(config, cfg, room, self.longest)}")
+            room, least = torch.cuda.mem_get_info(self.device)[1], memory(config, cfg, self.longest)
+            refuse(sum(least.values()) > room, f"this takes {by_part(least)}, the GPU has {gib(room)}: "
+                   + advice(config, cfg, room, self.longest))
 
     # ---- phases
 
+    def sample(self, prompts, n, temperature, keys):
+        """n completions of each prompt. Every rank samples its part and has all; `keys` names the noise."""
+        rank, count, ours = self.ranks.rank, self.ranks.count, Rollout()
+        first, end = len(prompts) * rank // count, len(prompts) * (rank + 1) // count
+        if first < end:
+            ours = self.sampler.generate(
+                prompts[first:end], n, self.cfg.max_new_tokens, temperature, self.cfg.seed,
+                self.tokenizer.eos_ids, keys=keys[first * n:end * n])
+        if count == 1:
+            return ours
+        ours = ours.tokens, [logp.tolist() for logp in ours.logprobs], ours.finish
+        tokens, logprobs, finish = (sum(parts, []) for parts in zip(*self.ranks.gather(ours)))
+        return Rollout(tokens, [torch.tensor(logp) for logp in logprobs], finish)      # JSON keeps every bit
+
     def rollout(self, prompts):
-        """Sample a group for each prompt. Its running number keys a completion's noise, on whichever rank.
+        """A group for each prompt. A completion's noise is keyed by its running number in the whole run.
 
         Pages and graphs stay for the next step if the update fits beside them. Otherwise they are freed, and
         made anew each step: the update's own memory goes back to the sampler in its next `generate`.
         """
-        cfg, first = self.cfg, self.step * self.cfg.prompts * self.cfg.samples
-        mine = range(self.ranks.rank, cfg.prompts, self.ranks.count)
-        rollout = self.sampler.generate(
-            [prompts[i] for i in mine], cfg.samples, cfg.max_new_tokens, cfg.temperature, cfg.seed,
-            self.tokenizer.eos_ids,
-            keys=[first + i * cfg.samples + j for i in mine for j in range(cfg.samples)])
+        cfg, count = self.cfg, self.cfg.prompts * self.cfg.samples
+        keys = range(self.step * count, (self.step + 1) * count)
+        rollout = self.sample(prompts, cfg.samples, cfg.temperature, keys)
         hand_over(self.sampler, self.update_needs)
-        return self.ranks.merge(rollout, cfg.samples)
+        return rollout
 
     def learning_rate(self, step):
         warm = min(1.0, (step + 1) / max(1, self.cfg.warmup))
@@ -529,59 +478,21 @@ class Run:
         examples = self.problems(step * cfg.sft_batch, cfg.sft_batch)
         pairs = [(self.encode_prompt(e), self.encode_solution(e)) for e in examples]
         total = sum(len(completion) for _, completion in pairs)
-        mine = self.ranks.deal([len(prompt) + len(completion) - 1 for prompt, completion in pairs])
+        mine = self.ranks.deal([fed(pair) for pair in pairs])
         loss_sum, one = torch.zeros((), device=self.device), torch.ones(1, device=self.device)
         for batch in micro_batches([pairs[i] for i in mine], cfg.micro_tokens):
             loss = -score(self.model, batch, one).sum() / total
             loss.backward()
             loss_sum += loss.detach()
         self.ranks.sum_(self.optimizer.grads)
-        self.ranks.sum_(loss_sum)
         # The second half of the phase cools down linearly.
         lr = cfg.sft_lr * min(1.0, (step + 1) / 20, 2 * (1 - step / cfg.sft_steps))
-        return loss_sum, self.optimizer.step(lr, cfg.grad_clip)[1]
-
-    def old_logprobs(self, batch):
-        """The denominator of the ratio for one update's batch, (N,), or None for the trainer's own, detached.
-
-        In `fp8` the sampler's log-probs are the trainer's: they are the old ones and no pass recomputes them.
-        The other precisions need a pass when the policy moves before the last update.
-        """
-        if self.cfg.precision == "fp8":
-            return batch["sampler"]
-        return self.no_grad_scores(self.model, batch["sequences"]) if self.cfg.updates > 1 else None
+        return self.ranks.sum_(loss_sum), self.optimizer.step(lr, cfg.grad_clip)[1]
 
     @torch.no_grad()
     def no_grad_scores(self, model, sequences):
         parts = [score(model, b, self.inv_temp) for b in micro_batches(sequences, self.cfg.micro_tokens)]
         return torch.cat([torch.empty(0, device=self.device)] + parts)    # also when all were dropped
-
-    def update(self, batch, metrics):
-        """One optimizer update. The loss is divided by the token count of the whole update, known beforehand.
-
-        A rank without a sequence in it adds zeros to the gradient. -> this rank's trainer's log-probs (N,)
-        before the update, gradient norm and finite flag, still on the device.
-        """
-        cfg, at = self.cfg, 0
-        seen = [torch.empty(0, device=self.device)]
-        for micro in micro_batches(batch["sequences"], cfg.micro_tokens):
-            logp = score(self.model, micro, self.inv_temp)
-            part = slice(at, at := at + logp.numel())
-            seen.append(logp.detach())
-            old = seen[-1] if batch["old"] is None else batch["old"][part]
-            weights = grpo.truncated_weights(old, batch["sampler"][part], cfg.tis) if cfg.tis else None
-            loss, sums = grpo.policy_loss(
-                logp, old, batch["advantages"][part], batch["tokens"], clip_low=cfg.clip_low,
-                clip_high=cfg.clip_high, weights=weights, kl_coef=cfg.kl,
-                share=batch["share"][part] if cfg.loss_mean == "completion" else None,
-                ref_logp=batch["ref"][part] if cfg.kl else None)
-            loss.backward()
-            metrics.add(logp.numel(), sums)
-        if not batch["tokens"]:                      # all dropped: nothing to learn, momentum must not act
-            return seen[0], torch.zeros(()), torch.tensor(True)
-        self.ranks.sum_(self.optimizer.grads)
-        norm, finite = self.optimizer.step(self.learning_rate(self.step), cfg.grad_clip)
-        return torch.cat(seen), norm, finite
 
     def update_batches(self, prompts, rollout, advantages):
         """A rollout as `updates` batches of whole groups: dicts of sequences and per-token tensors (N,).
@@ -589,30 +500,64 @@ class Run:
         They hold this rank's share. "tokens" and "fed" count the completion tokens and the tokens fed of all.
         """
         cfg, n, batches = self.cfg, self.cfg.samples, []
-        equal = [cfg.drop_equal and not group.any() for group in advantages.view(-1, n)]
+        pairs = [(prompts[i // n], tokens) for i, tokens in enumerate(rollout.tokens)]
+        equal = [not group.any() for group in advantages.view(-1, n)]
+        kept = [i for i in range(len(pairs)) if not (cfg.drop_equal and equal[i // n])
+                and not (cfg.drop_truncated and rollout.finish[i] == "length")]
         for u in range(cfg.updates):
-            index = [i * n + j for i in range(u, cfg.prompts, cfg.updates) if not equal[i] for j in range(n)
-                     if not (cfg.drop_truncated and rollout.finish[i * n + j] == "length")]
-            completions, tokens = len(index), sum(len(rollout.tokens[i]) for i in index)
-            sizes = [len(prompts[i // n]) + len(rollout.tokens[i]) - 1 for i in index]
-            index = [index[k] for k in self.ranks.deal(sizes)]
-            lengths = torch.tensor([len(rollout.tokens[i]) for i in index], dtype=torch.int64)
-            sampler = torch.cat([torch.empty(0)] + [rollout.logprobs[i] for i in index])
-            batch = {"sequences": [(prompts[i // n], rollout.tokens[i]) for i in index], "index": index,
-                     "tokens": tokens, "fed": sum(sizes), "sampler": sampler.to(self.device),
-                     "advantages": advantages[index].repeat_interleave(lengths).to(self.device),
-                     "share": grpo.mean_share(lengths, tokens, completions).to(self.device)}
-            batch["old"] = self.old_logprobs(batch)
+            whole = [i for i in kept if i // n % cfg.updates == u]
+            tokens, sizes = sum(len(pairs[i][1]) for i in whole), [fed(pairs[i]) for i in whole]
+            index = [whole[k] for k in self.ranks.deal(sizes)]
+            sequences = [pairs[i] for i in index]
+            lengths = torch.tensor([len(completion) for _, completion in sequences], dtype=torch.int64)
+            sampler = torch.cat([torch.empty(0)] + [rollout.logprobs[i] for i in index]).to(self.device)
+            batch = {"index": index, "sequences": sequences, "tokens": tokens, "fed": sum(sizes),
+                     "sampler": sampler, "old": None, "share": None, "ref": None,
+                     "advantages": advantages[index].repeat_interleave(lengths).to(self.device)}
+            # The denominator of the ratio. In `fp8` the sampler's log-probs are the trainer's: no pass
+            # recomputes them. Elsewhere it takes one if the policy moves before the last update; if not, the
+            # update itself has them (None).
+            if cfg.precision == "fp8":
+                batch["old"] = sampler
+            elif cfg.updates > 1:
+                batch["old"] = self.no_grad_scores(self.model, sequences)
+            if cfg.loss_mean == "completion":
+                batch["share"] = grpo.mean_share(lengths, tokens, len(whole)).to(self.device)
             if cfg.kl:
-                batch["ref"] = self.no_grad_scores(self.reference_model(), batch["sequences"])
+                batch["ref"] = self.no_grad_scores(self.reference_model(), sequences)
             batches.append(batch)
         return batches
 
+    def update(self, batch, metrics):
+        """One optimizer update. The loss is divided by the token count of the whole update, known beforehand.
+
+        A rank without a sequence in it adds zeros to the gradient. -> this rank's trainer's log-probs (N,)
+        before the update, gradient norm and finite flag, still on the device.
+        """
+        cfg, at, seen = self.cfg, 0, [torch.empty(0, device=self.device)]
+        for micro in micro_batches(batch["sequences"], cfg.micro_tokens):
+            logp = score(self.model, micro, self.inv_temp)
+            part = slice(at, at := at + logp.numel())
+            sampler, advantages, old, share, ref = (
+                None if batch[name] is None else batch[name][part]
+                for name in ("sampler", "advantages", "old", "share", "ref"))
+            old = logp.detach() if old is None else old
+            loss, sums = grpo.policy_loss(
+                logp, old, advantages, batch["tokens"], clip_low=cfg.clip_low, clip_high=cfg.clip_high,
+                weights=grpo.truncated_weights(old, sampler, cfg.tis) if cfg.tis else None, share=share,
+                ref_logp=ref, kl_coef=cfg.kl)
+            loss.backward()
+            metrics.add(logp.numel(), sums)
+            seen.append(logp.detach())
+        if not batch["tokens"]:                      # all dropped: nothing to learn, momentum must not act
+            return seen[0], torch.zeros(()), torch.tensor(True)
+        self.ranks.sum_(self.optimizer.grads)
+        norm, finite = self.optimizer.step(self.learning_rate(self.step), cfg.grad_clip)
+        return torch.cat(seen), norm, finite
+
     def reference_model(self):
         """The policy that GRPO started from, loaded when the first KL term asks for it and never before.
-
-        After a supervised phase it is that policy to BF16 rounding: the folder holds no FP32 masters.
-        """
+        After a supervised phase it is that policy to BF16 rounding: the folder holds no FP32 masters."""
         if self.reference is None:
             folder = self.cfg.model if self.cfg.model and not self.cfg.sft_steps else self.out / "start"
             self.reference = Transformer.from_pretrained(folder, self.cfg.precision, self.device,
@@ -624,12 +569,10 @@ class Run:
         at = None if self.exact == "off" else grpo.first_difference(batch["sampler"], trainer)
         if at is None:
             return
-        values = f"sampler {batch['sampler'][at].item():.9g}, trainer {trainer[at].item():.9g}"
-        for index, (prompt, completion) in zip(batch["index"], batch["sequences"]):
-            if at < len(completion):
-                break
-            at -= len(completion)
-        text = f"log-probs differ first at sequence {index}, position {len(prompt) + at}: {values}"
+        places = [(i, len(prompt) + j) for i, (prompt, completion) in zip(batch["index"], batch["sequences"])
+                  for j in range(len(completion))]
+        text = (f"log-probs differ first at sequence {places[at][0]}, position {places[at][1]}: "
+                f"sampler {batch['sampler'][at].item():.9g}, trainer {trainer[at].item():.9g}")
         if self.exact == "stop":
             raise RuntimeError(f"step {self.step}: {text}.\nThe exact flow is broken; --exact=warn goes on")
         self.exact = "off"
@@ -641,16 +584,11 @@ class Run:
         pass@k: the share of problems with a right one among k. The noise of these samples is keyed by
         negative numbers, which no training sample has, and the same in each evaluation.
         """
-        cfg, k, heldout = self.cfg, self.cfg.eval_samples, self.task.heldout
-        t0, rollout, mine = time.time(), Rollout(), range(self.ranks.rank, len(heldout), self.ranks.count)
-        if mine:
-            rollout = self.sampler.generate(
-                [self.encode_prompt(heldout[i]) for i in mine], k, cfg.max_new_tokens,
-                cfg.temperature if k > 1 else 0.0, cfg.seed, self.tokenizer.eos_ids,
-                keys=[-1 - i * k - j for i in mine for j in range(k)])
-        rewards = [heldout[mine[n // k]].reward(self.text(ids)) for n, ids in enumerate(rollout.tokens)]
-        rewards, truncated = zip(*self.ranks.gather((rewards, rollout.finish.count("length"))))
-        right, seconds = torch.tensor(sum(rewards, []), dtype=torch.float64).view(-1, k), time.time() - t0
+        cfg, k, heldout, t0 = self.cfg, self.cfg.eval_samples, self.task.heldout, time.time()
+        rollout = self.sample([self.encode_prompt(e) for e in heldout], k, cfg.temperature if k > 1 else 0.0,
+                              keys=range(-1, -1 - len(heldout) * k, -1))
+        rewards = [heldout[i // k].reward(self.text(ids)) for i, ids in enumerate(rollout.tokens)]
+        right, seconds = torch.tensor(rewards, dtype=torch.float64).view(-1, k), time.time() - t0
         accuracy, some = right.mean().item(), right.amax(1).mean().item()
         error = right.mean(1).std(correction=0).item() / math.sqrt(len(right))     # of the mean over problems
         passed = f"{accuracy:.1%}" + (f" (pass@1), {some:.1%} (pass@{k})" if k > 1 else "")
@@ -658,7 +596,7 @@ class Run:
         print(f"held-out accuracy {when}: {passed} of {len(right)} problems, {how} ({seconds:.1f} s)")
         self.log({"kind": "eval", "step": self.step, "accuracy": accuracy, "standard_error": error,
                   "problems": len(right), "samples": k, "pass_k": some,
-                  "truncated": sum(truncated) / right.numel(), "seconds": seconds})
+                  "truncated": rollout.finish.count("length") / len(rewards), "seconds": seconds})
 
     # ---- disk
 
@@ -672,10 +610,9 @@ class Run:
             (out / "log.jsonl").touch()
         except OSError as error:
             raise OSError(f"--out={out} cannot be written ({error.strerror}): give another folder")
-        free = shutil.disk_usage(out).free
-        if free < takes:
-            raise OSError(f"--out={out} has {free / 2**30:.1f} GiB free, a checkpoint takes "
-                          f"{takes / 2**30:.1f}: make room, or give another folder")
+        if (free := shutil.disk_usage(out).free) < takes:
+            raise OSError(f"--out={out} has {gib(free)} free, a checkpoint takes {gib(takes)}: make room, or "
+                          "give another folder")
 
     def keep_flags(self):
         """The flags and sources of the run, in its folder, once a resume was not refused. Flags come from the
@@ -709,23 +646,29 @@ class Run:
     def save(self):
         """A checkpoint of this step, unless there is one: rank 0 writes, the others wait. -> its folder
 
-        All is written into a folder of another name, and only when the disk itself has it, the rename makes
-        it a checkpoint: whole or not at all, also if the power fails. Older ones go after that.
+        That is the policy as a Hugging Face folder, optimizer and state of the run beside it. All is written
+        into a folder of another name, and only when the disk itself has it, the rename makes it a checkpoint:
+        whole or not at all, also if the power fails. Older ones go after that.
         """
         out, folder, part = self.out, self.out / f"step-{self.step:06d}", self.out / ".saving"
         if self.ranks.rank == 0 and not folder.is_dir():
             if not all(master.isfinite().all() for master in self.optimizer.master.values()):
                 raise RuntimeError("the weights are not finite, the last checkpoint stays: lower --lr")
             try:
-                self.write_checkpoint(part)
+                shutil.rmtree(part, ignore_errors=True)
+                self.model.save_pretrained(part, self.optimizer.master.items())
+                self.tokenizer.save(part)
+                save_file(self.optimizer.state(), part / "optimizer.safetensors")
+                state = {"step": self.step, "skipped": self.skipped, "silent": self.silent,
+                         "logged": self.logged, "now": self.tokenizer.now.isoformat()}
+                (part / "state.json").write_text(json.dumps(state))
                 sync(part, out)
                 os.rename(part, folder)
                 sync(out)
             except (OSError, SafetensorError) as error:
                 shutil.rmtree(part, ignore_errors=True)          # it would keep a full disk full
-                size = self.checkpoint_bytes / 2**30
-                raise OSError(f"{folder} of {size:.1f} GiB cannot be written ({error}): make room, then "
-                              f"--out={out} --resume goes on from the one before") from None
+                raise OSError(f"{folder} of {gib(self.checkpoint_bytes)} cannot be written ({error}): make "
+                              f"room, then --out={out} --resume goes on from the one before") from None
             for old in checkpoints(out)[:-self.cfg.keep]:
                 # By a rename first: what is left of a removal that is killed must not look like a checkpoint.
                 os.rename(out / old, part)
@@ -733,19 +676,9 @@ class Run:
         self.ranks.gather(None)
         return folder
 
-    def write_checkpoint(self, folder):
-        """The policy as a Hugging Face folder, optimizer.safetensors and state.json beside it."""
-        shutil.rmtree(folder, ignore_errors=True)
-        self.model.save_pretrained(folder, self.optimizer.master.items())
-        self.tokenizer.save(folder)
-        save_file(self.optimizer.state(), folder / "optimizer.safetensors")
-        state = {"step": self.step, "skipped": self.skipped, "silent": self.silent,
-                 "logged": self.logged, "now": self.tokenizer.now.isoformat()}   # templates print the date
-        (folder / "state.json").write_text(json.dumps(state))
-
     def restore(self):
-        """Go on from the newest checkpoint, if any: same weights, moments and counters, so the same bits."""
-        found, logged = checkpoints(self.out) if self.cfg.resume else [], 0
+        """Go on from the newest checkpoint, if any: same weights, moments, counters, so the same bits."""
+        found, folder, logged = checkpoints(self.out) if self.cfg.resume else [], None, 0
         if found:
             folder = self.out / found[-1]
             try:
@@ -754,18 +687,13 @@ class Run:
                 self.step, self.skipped, self.silent = state["step"], state["skipped"], state["silent"]
                 self.tokenizer.now, logged = datetime.datetime.fromisoformat(state["now"]), state["logged"]
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-                raise ValueError(f"{folder} is damaged ({error!r}): remove it to resume the one before"
-                                 ) from None
+                raise ValueError(f"{folder} is damaged ({error!r}): remove it, then resume") from None
             self.optimizer.load_state(tensors)
-            print(f"resumed from {folder}")
         if self.ranks.rank == 0:       # what the checkpoint does not know is run, and logged, again
             lines = (self.out / "log.jsonl").read_text().splitlines(keepends=True)[:logged]
             write(self.out / "log.jsonl", "".join(lines))
             self.logged = len(lines)
-        return bool(found)
-
-
-HERE = Path(__file__).resolve().parent
+        return folder
 
 
 def write(path, text):
@@ -780,20 +708,13 @@ def sync(*folders):
     for folder in folders:
         for path in [entry.path for entry in os.scandir(folder) if entry.is_file()] + [folder]:
             fd = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            os.fsync(fd)
+            os.close(fd)
 
 
 def checkpoints(folder):
     """Names of the whole checkpoints in a run folder, oldest first."""
     return sorted(path.name for path in Path(folder).glob("step-*"))
-
-
-def make_task(cfg):
-    args = {"jsonl": cfg.data.split(","), "sum": (cfg.difficulty, cfg.digits), "countdown": (cfg.difficulty,)}
-    return grpo.TASKS[cfg.task](*args[cfg.task], seed=cfg.seed, heldout=cfg.eval_problems)
 
 
 def small_config(cfg, tokenizer):
@@ -830,8 +751,8 @@ def git_commit():
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "-"
 
 
-def header(run):
-    """What runs, on what, what it needs: the first lines of every log."""
+def header(run, resumed):
+    """What runs, on what, what it needs, what comes and how long it may take: the first lines of a log."""
     cfg, c, cuda = run.cfg, run.model.config, run.device.type == "cuda"
     name = torch.cuda.get_device_name(run.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
     name += f", {run.ranks.count} ranks" if run.ranks.count > 1 else ""
@@ -846,35 +767,34 @@ def header(run):
           f"vocabulary {c.vocab_size} | precision {cfg.precision}, kv {cfg.kv}, exact={run.exact} | "
           f"run folder {cfg.out}")
     if cuda:
-        need, room = SPARE + sum(run.parts.values()), torch.cuda.mem_get_info(run.device)[1]
-        print(f"memory of an update, GiB: {gib(run.parts)}: with CUDA's own {need / 2**30:.1f} of "
-              f"{room / 2**30:.1f}. The sampler's pages take what they need of the rest")
-        if need > room:
+        room = torch.cuda.mem_get_info(run.device)[1]
+        print(f"memory of an update: {by_part(run.parts)} of {gib(room)}; the sampler's pages take what they "
+              "need of the rest")
+        if sum(run.parts.values()) > room:
             print(f"warning: that is too much: {advice(c, cfg, room, run.longest)}")
     print(" ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v not in ("", None)))
-
-
-def plan(run, resumed):
-    """What comes now and how long it may take, for whoever looks at the first minute of a run."""
-    cfg, c, cuda = run.cfg, run.model.config, run.device.type == "cuda"
+    if resumed:
+        print(f"resumed from {resumed}")
     sft = f"{cfg.sft_steps} supervised steps, then " if cfg.sft_steps and not resumed else ""
     print(f"plan: {sft}{cfg.steps} GRPO steps of {cfg.prompts} problems x {cfg.samples} completions of up to "
           f"{cfg.max_new_tokens} tokens;\n      |d| is the gap between the log-probs of sampler and trainer"
           + (" | kernels are compiled when first used: a minute or two, then cached" if cuda else ""))
     if cuda:
-        parts = memory(c, cfg, 0)
-        count, completions = parts["gradients"] / 4, cfg.prompts * cfg.samples / run.ranks.count
-        tokens = completions * run.longest
-        # Half of what an H200 can do: in an update by its operations, in a decode step by the bytes it reads.
-        passes = (4 if cfg.recompute else 3) + (cfg.updates > 1 and cfg.precision != "fp8") + (cfg.kl > 0)
-        update = 2 * tokens * count * passes / (0.5 * 800e12)
-        pages = (2 if cfg.kv == "fp8" else 4) * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
-        waves = max(1, completions / MAX_SLOTS["cuda"])
-        weights = parts["weights"] / (1 + (cfg.kl > 0))                  # the reference samples nothing
-        step = (weights + pages * tokens / 2 / waves) / (0.5 * 4.8e12)
-        rollout = waves * cfg.max_new_tokens * max(step, 1e-3)
+        rollout, update = longest_step(run, count)
         print(f"      at most about {rollout + update:.0f} s a step: rollout {rollout:.0f}, update "
               f"{update:.0f} (on an H200, if every completion takes its full length)")
+
+
+def longest_step(run, count):
+    """Seconds of a rollout and an update if no completion ends early, of a model of `count` parameters.
+    At half of what an H200 can do: in an update by its operations, in a decode step by the bytes it reads."""
+    cfg, c, completions = run.cfg, run.model.config, run.cfg.prompts * run.cfg.samples / run.ranks.count
+    tokens, waves = completions * run.longest, max(1, completions / MAX_SLOTS["cuda"])
+    passes = (4 if cfg.recompute else 3) + (cfg.updates > 1 and cfg.precision != "fp8") + (cfg.kl > 0)
+    weights = run.parts["weights"] / (1 + (cfg.kl > 0))                  # the reference samples nothing
+    pages = (2 if cfg.kv == "fp8" else 4) * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+    step = (weights + pages * tokens / 2 / waves) / (0.5 * 4.8e12)
+    return waves * cfg.max_new_tokens * max(step, 1e-3), 2 * tokens * count * passes / (0.5 * 800e12)
 
 
 def summary(run):
@@ -883,7 +803,7 @@ def summary(run):
     steps = [r for r in records if r["kind"] == "step"]
     if not steps:
         return
-    total = lambda key: sum(r.get(key, 0) for r in steps)
+    total = lambda key: sum(r[key] for r in steps)
     accuracy = [r["accuracy"] for r in records if r["kind"] == "eval"]
     print(f"summary: {len(steps)} steps, {steps[-1]['skipped']} updates skipped; {total('tokens'):,} tokens "
           f"sampled, of whose log-probs {total('differing_tokens'):,.0f} differ from the trainer's\n"
@@ -895,21 +815,31 @@ def summary(run):
 
 # ---- the loop ------------------------------------------------------------------------------------
 
-
-def supervised(run):
-    """The supervised phase: from random weights, or a base model, to one that sometimes earns a reward."""
-    t0, steps = time.time(), run.cfg.sft_steps
-    skipped = 0                 # on the device, so that the host need not wait
-    for step in range(steps):
+def start_policy(run):
+    """What precedes GRPO: from random weights, or a base model, to a policy that sometimes earns a reward."""
+    cfg, skipped = run.cfg, 0           # skipped: on the device, so that the host need not wait
+    run.evaluate("at the start")
+    t0 = time.time()
+    for step in range(cfg.sft_steps):
         loss, finite = run.supervised_step(step)
         skipped = skipped + (~finite).int()
-        if step % max(1, steps // 10) == 0 or step == steps - 1:
+        if step % max(1, cfg.sft_steps // 10) == 0 or step == cfg.sft_steps - 1:
             print(f"supervised {step:5d} | loss {loss.item():.4f} | {time.time() - t0:.1f} s")
             run.log({"kind": "supervised", "step": 0, "sft_step": step, "loss": loss.item()})
             if skipped:
                 print(f"warning: {int(skipped)} supervised steps had a non-finite gradient and were skipped")
             if skipped > 4:
                 raise RuntimeError("the supervised phase does not get on: lower --sft-lr, check the weights")
+    for moment in (*run.optimizer.m.values(), *run.optimizer.v.values(), run.optimizer.steps):
+        moment.zero_()                    # GRPO is a new objective, whose gradients have another size
+    # The KL term's reference. Kept even without --kl, which a resumed run may ask for.
+    if run.ranks.rank == 0 and (cfg.sft_steps or not cfg.model):
+        run.model.save_pretrained(run.out / "start", run.optimizer.master.items())
+        sync(run.out / "start")
+    if cfg.sft_steps:
+        run.evaluate("after the supervised phase")
+        if cfg.save_every:
+            run.save()
 
 
 def grpo_step(run):
@@ -950,25 +880,18 @@ def grpo_step(run):
     # ---- log
     if cfg.sample_every and run.step % cfg.sample_every == 0:
         print(f"--- a completion of reward {rewards[0].item():g}: {examples[0].prompt!r} -> {texts[0]!r}")
-    means = means_of_all(run, metrics, gap)
-    return record(run, rollout, rewards, batches, means, results, (t0, t1, t2))
+    return record(run, rollout, rewards, batches, metrics, gap, results, (t0, t1, t2))
 
 
-def means_of_all(run, metrics, gap):
-    """grpo.Metrics and grpo.mismatch of this rank's tokens -> means over the tokens of all ranks."""
+def record(run, rollout, rewards, batches, metrics, gap, results, clock):
+    """A step for the log: means over the tokens of all updates and ranks, what rollout and clock say."""
     sums, gap = ({name: float(x) for name, x in values.items()} for values in (metrics.sums, gap))
     parts = run.ranks.gather((sums, metrics.counts, gap))
     total = lambda i, name: sum(part[i][name] for part in parts)
     means = {name: total(0, name) / max(total(1, name), 1) for name in sums}
-    worst = torch.tensor([part[2]["max_dlogp"] for part in parts]).max().item()        # NaN stays NaN
-    return {**means, "max_dlogp": worst, "differing_tokens": total(2, "differing_tokens")}
-
-
-def record(run, rollout, rewards, batches, means, results, clock):
-    """A step for the log: per-token means over all its updates, and what the rollout and the clock say."""
-    cfg, (t0, t1, t2) = run.cfg, clock
-    lengths = [len(tokens) for tokens in rollout.tokens]
-    groups = rewards.view(-1, cfg.samples)
+    worst_gap = torch.tensor([part[2]["max_dlogp"] for part in parts]).max().item()    # NaN stays NaN
+    (t0, t1, t2), lengths = clock, [len(tokens) for tokens in rollout.tokens]
+    groups = rewards.view(-1, run.cfg.samples)
     best, worst = groups.max(1).values, groups.min(1).values
     skipped = sum(not finite.item() for _, finite in results)
     run.skipped, run.bad = run.skipped + skipped, run.bad + 1 if skipped else 0
@@ -978,7 +901,7 @@ def record(run, rollout, rewards, batches, means, results, clock):
             "solved": (best > 0).float().mean().item(),
             "equal_groups": (best == worst).float().mean().item(), "length": sum(lengths) / len(lengths),
             "length_max": max(lengths), "truncated": rollout.finish.count("length") / len(lengths),
-            **means,
+            **means, "max_dlogp": worst_gap, "differing_tokens": total(2, "differing_tokens"),
             "grad_norm": results[-1][0].item(), "skipped": run.skipped, "tokens": sum(lengths),
             "lr": run.learning_rate(run.step),
             "t_rollout_s": t1 - t0, "rollout_tok_per_s": sum(lengths) / (t1 - t0),
@@ -987,8 +910,7 @@ def record(run, rollout, rewards, batches, means, results, clock):
 
 def watch(run, r):
     """Say what a person should know who looks at the log later."""
-    cfg = run.cfg
-    silent = cfg.drop_truncated and r["truncated"] == 1 or not cfg.kl and r["equal_groups"] == 1
+    silent = run.cfg.drop_truncated and r["truncated"] == 1 or not run.cfg.kl and r["equal_groups"] == 1
     run.silent = run.silent + 1 if silent else 0
     if run.silent in (3, 30, 300):
         print(f"warning: for {run.silent} steps every group had equal rewards or was left out: no gradient "
@@ -1008,44 +930,24 @@ def on_interrupt():
     pressed = []
 
     def handler(signum, frame):
-        if pressed:
-            raise KeyboardInterrupt
         pressed.append(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         print("interrupted: this step is finished first, then saved (Ctrl-C again: stop at once)", flush=True)
     signal.signal(signal.SIGINT, handler)
     return pressed
 
 
-def start_policy(run):
-    """What precedes GRPO: supervised steps, a fresh optimizer, and the policy as the KL term's reference."""
-    cfg = run.cfg
-    run.evaluate("at the start")
-    supervised(run)
-    for moment in (*run.optimizer.m.values(), *run.optimizer.v.values(), run.optimizer.steps):
-        moment.zero_()                    # GRPO is a new objective, whose gradients have another size
-    # Kept even without --kl, which a resumed run may ask for.
-    if run.ranks.rank == 0 and (cfg.sft_steps or not cfg.model):
-        run.model.save_pretrained(run.out / "start", run.optimizer.master.items())
-        sync(run.out / "start")
-    if cfg.sft_steps:
-        run.evaluate("after the supervised phase")
-        if cfg.save_every:
-            run.save()
-
-
-def work(run):
+def train(run):
     """The run: evaluation, supervised phase, GRPO steps, checkpoints."""
-    cfg = run.cfg
-    header(run)
-    resumed = run.restore()
-    plan(run, resumed)
+    cfg, resumed = run.cfg, run.restore()
+    header(run, resumed)
     if run.ranks.rank == 0:
         run.keep_flags()
     if not resumed:
         start_policy(run)
-    pressed, interrupted, first = on_interrupt(), False, run.step
+    pressed, first = on_interrupt(), run.step
     print(COLUMNS)
-    while run.step < cfg.steps and not interrupted:
+    while run.step < cfg.steps and not any(run.ranks.gather(bool(pressed))):    # all stop after the same step
         r = grpo_step(run)
         run.log(r)
         print(step_line(r), flush=True)
@@ -1060,13 +962,11 @@ def work(run):
             run.evaluate("at the end" if last else f"after {run.step} steps")
         if cfg.save_every and run.step % cfg.save_every == 0:
             run.save()
-        interrupted = any(run.ranks.gather(bool(pressed)))      # on any rank: all stop after the same step
     folder = run.save()
     if run.step < cfg.steps:
         print(f"interrupted after {run.step} steps, saved {folder}: --out={cfg.out} --resume goes on")
         return
-    if run.ranks.rank == 0:
-        summary(run)
+    summary(run)
     print(f"saved {folder} | {time.time() - run.start_clock:.0f} s in all")
 
 
@@ -1074,12 +974,11 @@ def main(argv=None):
     cfg = parse(sys.argv[1:] if argv is None else argv)
     run = Run(cfg)
     try:
-        work(run)
+        train(run)
     except torch.OutOfMemoryError:
         room = torch.cuda.max_memory_reserved(run.device)        # no more than this could be had
-        need = SPARE + sum(run.parts.values())
-        raise RuntimeError(f"out of GPU memory at {room / 2**30:.1f} GiB, an update takes about "
-                           f"{need / 2**30:.1f}: {advice(run.model.config, cfg, 0.95 * room, run.longest)}\n"
+        raise RuntimeError(f"out of GPU memory at {gib(room)}, an update takes about {by_part(run.parts)}: "
+                           f"{advice(run.model.config, cfg, 0.95 * room, run.longest)}\n"
                            "Whole checkpoints stay, --resume goes on from the newest") from None
 
 
