@@ -78,7 +78,7 @@ class Config:
     layers: int = opt((6, 2, None), "layers of the small model", least=1)
     width: int = opt((512, 128, None), "hidden size of the small model", least=1)
     # supervised phase
-    sft_steps: int = opt((500, 400, 0), "supervised steps on worked solutions before GRPO (0: none)")
+    sft_steps: int = opt((800, 400, 0), "supervised steps on worked solutions before GRPO (0: none)")
     sft_batch: int = opt((256, 32, 64), "solutions a supervised step", least=1)
     sft_lr: float = opt((1e-3, 3e-3, 1e-5), "peak learning rate of the supervised phase")
     # GRPO
