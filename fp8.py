@@ -16,8 +16,7 @@ products contract the same one. So an activation is quantized twice: row-wise fo
 is transposed, for WGrad. dY is read once and written in both directions. A weight is stored once: a square
 block has one scale whichever way it is turned, so the backward pass transposes the codes, a layer at a time.
 Scales lie with tokens (or features) contiguous, one line for each group of 128. Rows of codes start on 16
-bytes, as the TMA unit demands. Where tokens are padded to 128, the padding is exact zeros and adds nothing to
-a sum.
+bytes, as the TMA unit demands. Tokens are padded to 128 with exact zeros, which add nothing to a sum.
 
 What sampler and trainer share: everything on the way to a log-probability. The same buffers of codes, written
 once an update; the same norm, SwiGLU and quantizer kernels; the same product. The sampler runs the trainer's
@@ -48,9 +47,9 @@ last bit, and a test can say ==. It takes six rules:
      bits. A decode step has fewer tokens: there the weights stand in for the rows, or rows are left empty.
   6. The backward pass is deterministic too: ordered sums, and no atomic ones where an order would be open.
 
-The file goes topic by topic, in one order: torch reference (the specification, and all that a CPU needs),
-Triton kernel, wrapper that picks one of the two. The products have two more kernels, in Gluon and for Hopper
-alone, which are faster and give the plain one's bits. Autograd joins the topics near the end.
+Each topic comes in one order: torch reference (the specification, and all that a CPU needs), Triton kernel,
+wrapper that picks one of the two. The products have two more kernels, in Gluon and for Hopper alone, which
+are faster and give the plain one's bits. Autograd joins the topics near the end.
 """
 
 import contextlib
@@ -78,15 +77,15 @@ AMAX_FLOOR = 1e-12  # keeps zero blocks from dividing by zero, yet lies far belo
 INTERPRET = triton is not None and triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run on a CPU
 
 
-def jit(fn=None, **options):
-    """triton.jit, or the identity where triton is not installed (the kernel is then never called)."""
-    if triton is None:
+def jit(fn=None, compiler=triton, **options):
+    """The compiler's jit, or the identity where it is not installed (the kernel is then never called)."""
+    if compiler is None:
         return fn if fn is not None else (lambda f: f)
-    return triton.jit(fn, **options)
+    return compiler.jit(fn, **options)
 
 
 def launch(kernel, programs, *args, waits=False, **options):
-    """Run `kernel` on a one-dimensional grid (y and z stop at 65,535), contraction off.
+    """Run `kernel` on a one-dimensional grid (y and z stop at 65,535), which may be empty; contraction off.
 
     Widths and distances between rows are compile-time constants, token counts are not even specialized on
     being 1 or a multiple of 16 (do_not_specialize): which binary runs must not depend on such an accident.
@@ -94,7 +93,8 @@ def launch(kernel, programs, *args, waits=False, **options):
     """
     if waits and overlap:
         options["launch_pdl"] = True
-    kernel[(programs,)](*args, enable_fp_fusion=False, **options)
+    if programs:
+        kernel[(programs,)](*args, enable_fp_fusion=False, **options)
 
 
 overlap = False  # set by `overlapped`
@@ -159,7 +159,7 @@ def sqrt_reference(x):
 
 
 def empty_codes(rows, cols, device):
-    """Uninitialized E4M3 (rows, cols) whose rows start on 16 bytes, as TMA demands; the gap is never read."""
+    """Uninitialized E4M3 (rows, cols) whose rows start on 16 bytes; the gap is never read."""
     return torch.empty(rows, round_up(cols, 16), dtype=E4M3, device=device)[:, :cols]
 
 
@@ -202,20 +202,21 @@ def quantize_blocks_reference(w):
 @jit
 def encode(x):
     """encode_reference for the rows of an FP32 tile; -> codes, scales (rows,)."""
-    scale = scale_of(tl.max(magnitude(x), 1).to(tl.float32, bitcast=True))
+    scale = scale_of(tl.max(magnitude(x), 1))
     return codes_of(x, scale[:, None]), scale
 
 
 @jit
 def magnitude(x):
-    """|x| as an integer of the same order."""
-    # Without their sign bit, floats order as their bits do, with Inf and NaN on top. So an integer maximum
-    # propagates NaN, which tl.max of floats would drop.
+    """|x| as an integer: without their sign bit, floats order as their bits do, with Inf and NaN on top. So
+    an integer maximum propagates NaN, which tl.max of floats would drop."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
-def scale_of(amax):
+def scale_of(peak):
+    """The scale of values whose largest `magnitude` is peak."""
+    amax = peak.to(tl.float32, bitcast=True)
     return tl.div_rn(tl.maximum(amax, 1e-12, propagate_nan=tl.PropagateNan.ALL), 448.0)
 
 
@@ -240,7 +241,7 @@ def store_cols(x, codes, scales, groups, group, k, K: tl.constexpr):
     the codes of n neighbours lie side by side in one thread, and go through shared memory as one word: byte
     by byte, the transposition would take longer than all of the rest.
     """
-    scale = scale_of(tl.max(tl.max(magnitude(x), 2), 0).to(tl.float32, bitcast=True))
+    scale = scale_of(tl.max(tl.max(magnitude(x), 2), 0))
     q = codes_of(x, scale[None, :, None]).permute(1, 0, 2).reshape(x.shape[1], 128)
     # No mask on tokens: the padding was loaded as zeros, and is stored as zeros.
     out = codes + group * 128 + k[:, None].to(tl.int64) * (groups * 128) + tl.arange(0, 128)
@@ -251,7 +252,7 @@ def store_cols(x, codes, scales, groups, group, k, K: tl.constexpr):
 @jit
 def quantize_rows_tile(x, codes, scales, quads, i, j, M, K: tl.constexpr, X_LINE: tl.constexpr,
                        CODES_LINE: tl.constexpr, TILE: tl.constexpr):
-    """TILE tokens, from i * TILE, by group j of 128 features."""
+    """Tile i of TILE tokens by group j of 128 features."""
     m, k = i * TILE + tl.arange(0, TILE), j * 128 + tl.arange(0, 128)
     offsets = m[:, None].to(tl.int64) * X_LINE + k  # 64 bits: tokens times features pass 2^31
     tile = tl.load(x + offsets, mask=(m[:, None] < M) & (k < K), other=0).to(tl.float32)
@@ -273,7 +274,7 @@ def load_tokens(x, norm_w, rstd, m, k, left, K: tl.constexpr, X_LINE: tl.constex
 @jit
 def quantize_cols_tile(x, norm_w, rstd, codes, scales, i, j, M, K: tl.constexpr, X_LINE: tl.constexpr,
                        WIDTH: tl.constexpr):
-    """Group i of 128 tokens by WIDTH features, from j * WIDTH."""
+    """Group i of 128 tokens by tile j of WIDTH features."""
     m, left = 4 * tl.arange(0, 32), M - i * 128
     # A thread loads four columns at a time (max_contiguous), though eight BF16 numbers would fit: it computes
     # the scales of all its columns itself, two divisions for each.
@@ -292,7 +293,6 @@ def quantize_cols_tile(x, norm_w, rstd, codes, scales, i, j, M, K: tl.constexpr,
 @jit(do_not_specialize=["quads", "M"])
 def quantize_rows_kernel(x, codes, scales, quads, M, K: tl.constexpr, X_LINE: tl.constexpr,
                          CODES_LINE: tl.constexpr, TILE: tl.constexpr):
-    """One program quantizes a tile of TILE tokens by 128 features."""
     i, j = tl.program_id(0) // tl.cdiv(K, 128), tl.program_id(0) % tl.cdiv(K, 128)
     quantize_rows_tile(x, codes, scales, quads, i, j, M, K, X_LINE, CODES_LINE, TILE)
 
@@ -300,7 +300,6 @@ def quantize_rows_kernel(x, codes, scales, quads, M, K: tl.constexpr, X_LINE: tl
 @jit(do_not_specialize=["M"])
 def quantize_cols_kernel(x, norm_w, rstd, codes, scales, M, K: tl.constexpr, X_LINE: tl.constexpr,
                          WIDTH: tl.constexpr):
-    """One program quantizes a group of 128 tokens by WIDTH features."""
     i, j = tl.program_id(0) // tl.cdiv(K, WIDTH), tl.program_id(0) % tl.cdiv(K, WIDTH)
     quantize_cols_tile(x, norm_w, rstd, codes, scales, i, j, M, K, X_LINE, WIDTH)
 
@@ -329,8 +328,7 @@ def quantize_blocks_kernel(w, codes, scales, N: tl.constexpr, K: tl.constexpr,
     k = block % tl.cdiv(K, 128) * 128 + tl.arange(0, 128)
     mask = (n < N) & (k < K)
     tile = tl.load(w + n.to(tl.int64) * W_LINE + k, mask=mask, other=0).to(tl.float32)
-    amax = tl.max(tl.max(magnitude(tile), 1), 0)
-    scale = scale_of(amax.to(tl.float32, bitcast=True))
+    scale = scale_of(tl.max(tl.max(magnitude(tile), 1), 0))
     tl.store(codes + n.to(tl.int64) * CODES_LINE + k, codes_of(tile, scale), mask=mask)
     tl.store(scales + block, scale)
 
@@ -364,36 +362,29 @@ def quantize_rows(x):
     if not use_kernels(x):
         return quantize_rows_reference(x)
     (M, K), x, out = x.shape, unit_stride(x), row_outputs(x)
-    if M:
-        launch(quantize_rows_kernel, cdiv(M, 16) * cdiv(K, BLOCK), x, *out, cdiv(M, 4), M, K, x.stride(0),
-               out[0].stride(0), 16, num_warps=4)
+    launch(quantize_rows_kernel, cdiv(M, 16) * cdiv(K, BLOCK), x, *out, cdiv(M, 4), M, K, x.stride(0),
+           out[0].stride(0), 16, num_warps=4)
     return out
 
 
 def quantize_cols(x, norm_w=None, rstd=None):
-    """x (M, K) -> codes (K, Mp) E4M3, scales (Mp/128, K) FP32: x transposed, one scale per feature and 128
-    tokens.
-
-    Mp is M rounded up to 128; the padding tokens are exact zeros, so they add nothing to a weight gradient.
-    With norm_w (K,) and rstd (M,), what is quantized is the RMSNorm's output.
-    """
+    """x (M, K) -> codes (K, Mp) E4M3 of its transpose, scales (Mp/128, K) FP32: one per feature and 128
+    tokens. Mp is M rounded up to 128; padding is zeros. With norm_w (K,), rstd (M,): of the norm's output."""
     if not use_kernels(x):
         return quantize_cols_reference(x if rstd is None else norm_output_reference(x, rstd, norm_w))
     (M, K), x, out = x.shape, unit_stride(x), col_outputs(x)
-    if M:
-        launch(quantize_cols_kernel, cdiv(M, BLOCK) * cdiv(K, 64), x, norm_w, rstd, *out, M, K, x.stride(0),
-               64, num_warps=4)
+    launch(quantize_cols_kernel, cdiv(M, BLOCK) * cdiv(K, 64), x, norm_w, rstd, *out, M, K, x.stride(0), 64,
+           num_warps=4)
     return out
 
 
 def quantize_rows_cols(x):
-    """x (M, K) -> (codes, scales) as quantize_rows, (codes, scales) as quantize_cols; x is read once."""
+    """x (M, K) -> what quantize_rows and what quantize_cols give; x is read once."""
     if not use_kernels(x):
         return quantize_rows_reference(x), quantize_cols_reference(x)
     (M, K), x, rows, cols = x.shape, unit_stride(x), row_outputs(x), col_outputs(x)
-    if M:
-        launch(quantize_rows_cols_kernel, cdiv(M, BLOCK) * cdiv(K, BLOCK) * 8, x, *rows, *cols, cdiv(M, 4), M,
-               K, x.stride(0), rows[0].stride(0), num_warps=2)
+    launch(quantize_rows_cols_kernel, cdiv(M, BLOCK) * cdiv(K, BLOCK) * 8, x, *rows, *cols, cdiv(M, 4), M, K,
+           x.stride(0), rows[0].stride(0), num_warps=2)
     return rows, cols
 
 
@@ -436,11 +427,8 @@ def transpose_codes(codes):
 
 
 def matmul_rows(x, w):
-    """x (M, K), w (N, K) -> FP32 (M, N) = x w^T, in zero-padded blocks of 64 rows.
-
-    A BLAS picks its kernel, and with it the order of its sums, by the number of rows. With 64 rows in every
-    call the result of a row depends on that row alone, which is the numerics contract on a CPU.
-    """
+    """x (M, K), w (N, K) -> FP32 (M, N) = x w^T, in zero-padded blocks of 64 rows: a BLAS picks its kernel,
+    and so the order of its sums, by the number of rows. Now a row depends on itself alone on a CPU, too."""
     M, K = x.shape
     x = F.pad(x.float(), (0, 0, 0, -M % 64))
     w = w.float().t()
@@ -466,26 +454,28 @@ def wgrad_reference(dyt_codes, dyt_scales, xt_codes, xt_scales, out):
     out += total
 
 
+@jit
+def tile_place(tile, m_tiles, n_tiles: tl.constexpr):
+    """Row and column of a tile, counted in tiles. Eight rows of tiles march through the columns together, so
+    that what they read stays in the L2 cache."""
+    group = tile // (8 * n_tiles) * 8
+    height = min(m_tiles - group, 8)
+    inside = tile % (8 * n_tiles)
+    return group + inside % height, inside // height
+
+
 @jit(do_not_specialize=["M", "x_quads"])
 def fprop_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, x_quads,
                  N: tl.constexpr, K: tl.constexpr, W_SCALE_N: tl.constexpr, W_SCALE_K: tl.constexpr,
                  TOKENS: tl.constexpr, FEATURES: tl.constexpr, SWAP: tl.constexpr):
     """One program computes a tile of TOKENS x FEATURES of Y = X W^T + bias, over all of K.
 
-    FEATURES divides 128, so within a tile and a block of K the scale of W is one number. SWAP computes the
-    transposed tile W X^T: same sums, same bits, but the tensor core's 64 rows or more are then features, and
-    tokens may be 16.
+    FEATURES divides 128: within a tile and a block of K the scale of W is one number. SWAP computes W X^T:
+    the same bits, but the tensor core's 64 rows or more are then features, and tokens may be 16.
     """
-    m_tiles = tl.cdiv(M, TOKENS)
-    n_tiles: tl.constexpr = (N + FEATURES - 1) // FEATURES
-    # Eight rows of tiles march through N together, so that their X and W stay in the L2 cache.
-    group = tl.program_id(0) // (8 * n_tiles) * 8
-    height = min(m_tiles - group, 8)
-    inside = tl.program_id(0) % (8 * n_tiles)
-    m0 = (group + inside % height) * TOKENS
-    n0 = inside // height * FEATURES
+    m0, n0 = tile_place(tl.program_id(0), tl.cdiv(M, TOKENS), (N + FEATURES - 1) // FEATURES)
+    m0, n0 = m0 * TOKENS, n0 * FEATURES
     m, n = m0 + tl.arange(0, TOKENS), n0 + tl.arange(0, FEATURES)
-
     total = tl.zeros((FEATURES, TOKENS) if SWAP else (TOKENS, FEATURES), tl.float32)
     for block in range((K + 127) // 128):
         x = x_codes.load([m0, block * 128])
@@ -510,14 +500,9 @@ def fprop_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, x_quads,
 def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.constexpr, K: tl.constexpr,
                  DYT_LINE: tl.constexpr, XT_LINE: tl.constexpr):
     """One program adds a 128x128 tile of dY^T X to `out`, over all tokens in order: no split, no atomics."""
-    n_tiles: tl.constexpr = (N + 127) // 128
-    k_tiles: tl.constexpr = (K + 127) // 128
-    group = tl.program_id(0) // (8 * k_tiles) * 8  # as in fprop_kernel
-    height = min(n_tiles - group, 8)
-    inside = tl.program_id(0) % (8 * k_tiles)
-    n0, k0 = (group + inside % height) * 128, inside // height * 128
+    n0, k0 = tile_place(tl.program_id(0), (N + 127) // 128, (K + 127) // 128)
+    n0, k0 = n0 * 128, k0 * 128
     n, k = n0 + tl.arange(0, 128), k0 + tl.arange(0, 128)
-
     total = tl.zeros((128, 128), tl.float32)
     for block in range(groups):
         dyt = dyt_codes.load([n0, block * 128])
@@ -529,8 +514,10 @@ def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.
     offsets, mask = n[:, None].to(tl.int64) * K + k, (n[:, None] < N) & (k < K)
     tl.store(out + offsets, tl.load(out + offsets, mask=mask) + total, mask=mask)
 
+
 # On Hopper, and for many rows, both products have a faster kernel, with the bits of the two above, which
-# remain the ones to read. Plain Triton runs the same code in all warps of a program. Here they have roles:
+# remain the ones to read (FProp on an H200, 8192 tokens, N = K = 4096: 1262 TFLOPS, the plain one 766). Plain
+# Triton runs the same code in all warps of a program. Here they have roles:
 #
 #   loader, one warp             lets the TMA unit fill a ring of stages in shared memory, a tile's block of K
 #                                each, and runs ahead as far as the ring is long
@@ -540,13 +527,6 @@ def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.
 # its SM and takes one tile after another, so the ring never runs dry between tiles. Tiles are 256x128, which
 # takes the fewest loads of those that fit: a consumer has 128 rows, in two halves, and a thread holds 64
 # values of each half's total and 64 of the product in flight, 192 of the 240 registers that it can have.
-#
-# TFLOPS on one H200, 8192 tokens, N = K = 4096; the libraries write BF16, which for WGrad is less work. WGrad
-# was measured before it left the addition to the L2 cache:
-#
-#          this kernel  plain  cuBLASLt, same scales  cuBLAS, BF16
-#   FProp         1262    766                   1130           709
-#   WGrad          843    519                    944           779
 
 try:
     from triton.experimental import gluon
@@ -558,30 +538,15 @@ try:
 except (ImportError, AttributeError):  # no triton, or one without Gluon or with other names in it
     gluon, gl = None, tl
 
-STAGES = gl.constexpr(4)  # of 48 KB, in 227 KB of shared memory
+RING = gl.constexpr(4)  # its stages, of 48 KB, in 227 KB of shared memory
 HOPPER = "hopper"  # as the `tile` of a product: use this kernel
-
-
-def gluon_jit(fn=None, **options):
-    """gluon.jit, or the identity where there is no Gluon (the kernel is then never called)."""
-    if gluon is None:
-        return fn if fn is not None else (lambda f: f)
-    return gluon.jit(fn, **options)
-
-
-@gluon_jit
-def tile_place(tile, m_tiles, n_tiles: gl.constexpr):
-    """Row and column of a tile, counted in tiles; ordered as in fprop_kernel."""
-    group = tile // (8 * n_tiles) * 8
-    height = min(m_tiles - group, 8)
-    inside = tile % (8 * n_tiles)
-    return group + inside % height, inside // height
+gluon_jit = functools.partial(jit, compiler=gluon)
 
 
 @gluon_jit
 def next_stage(stage, phase):
     """The stage of the ring after `stage`, and its barriers' phase, which flips with every round."""
-    last = stage == STAGES - 1
+    last = stage == RING - 1
     return gl.where(last, 0, stage + 1), phase ^ last.to(gl.int32)
 
 
@@ -612,18 +577,15 @@ def load_tiles(a_codes, b_codes, a_scales, b_scales, ring, m_tiles, n_tiles: gl.
 
 
 @gluon_jit
-def start_product(a, b, d):
-    """d = a b^T, FP32 (64, 128), of codes (64, 128) and (128, 128) in shared memory: started, not awaited."""
-    return hopper.warpgroup_mma(a, b.permute((1, 0)), d, use_acc=False, is_async=True)
-
-
-@gluon_jit
-def promote(d, scales, total):
-    """-> d, total + d * scales, for a finished product d.
+def promote(d, rows, columns, total):
+    """-> d, total + d times the scales of its rows and, if there are any, of its columns (in shared memory).
 
     The empty instruction makes d depend on the sum, so that the next product can have d's registers. Without
     it the compiler looks for 64 others, which there are not: they spill.
     """
+    scales = rows[:, None]
+    if columns is not None:
+        d, scales = d * scales, columns.load(gl.SliceLayout(0, d.type.layout))[None, :]
     total = gl.fma(d, scales, total)
     d = gl.inline_asm_elementwise("// $0 $1 $2", "=f,0,f", [d, total], dtype=gl.float32, is_pure=True, pack=1)
     return d, total
@@ -657,13 +619,11 @@ def multiply_tiles(part: gl.constexpr, ring, bias, out, M, m_tiles, n_tiles: gl.
     """A consumer: rows 128 part .. 128 part + 127 of tile after tile.
 
     Whatever can wait, or be done ahead, is done while one of its products runs: releasing the stage before,
-    reading scales, waiting for the next stage. Between two products of FProp a thread has 70 instructions, 64
-    of them the promotion.
+    reading scales, waiting for the next stage. Of the 70 instructions between two products 64 promote.
     """
     a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
-    columns: gl.constexpr = gl.SliceLayout(0, layout)
     four: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     d = gl.zeros((64, 128), gl.float32, layout)
     stage, phase, previous = 0, 0, 0
@@ -673,32 +633,27 @@ def multiply_tiles(part: gl.constexpr, ring, bias, out, M, m_tiles, n_tiles: gl.
         hopper.mbarrier.wait(full.index(stage), phase)
         for block in range(blocks):
             a, b = a_ring.index(stage).slice(part * 128, 128), b_ring.index(stage)
-            d = start_product(a.slice(0, 64), b, d)
+            d = hopper.warpgroup_mma(a.slice(0, 64), b.permute((1, 0)), d, use_acc=False, is_async=True)
             # By now all that was read from the stage before has been used, scales included.
             hopper.mbarrier.arrive(empty.index(previous), pred=block > 0)
             a_scales = a_scale_ring.index(stage).reshape([256]).slice(part * 128, 128)
             s_upper, s_lower = a_scales.slice(0, 64).load(rows), a_scales.slice(64, 64).load(rows)
             if WGRAD:
-                s = b_scale_ring.index(stage).reshape([128])
+                columns = b_scale_ring.index(stage).reshape([128])
             else:
+                columns: gl.constexpr = None
                 b_scales = b_scale_ring.index(stage).reshape([32]).slice(0, 4).load(four)
                 ours = gl.arange(0, 4, four) == (n if TURNED else block) % 4
                 s = gl.sum(gl.where(ours, b_scales, 0.0), 0)
                 s_upper, s_lower = s_upper * s, s_lower * s
             d = hopper.warpgroup_mma_wait(0, deps=(d,))
-            if WGRAD:
-                d, upper = promote(d * s_upper[:, None], s.load(columns)[None, :], upper)
-            else:
-                d, upper = promote(d, s_upper[:, None], upper)
-            d = start_product(a.slice(64, 64), b, d)
+            d, upper = promote(d, s_upper, columns, upper)
+            d = hopper.warpgroup_mma(a.slice(64, 64), b.permute((1, 0)), d, use_acc=False, is_async=True)
             previous = stage
             stage, phase = next_stage(stage, phase)
             hopper.mbarrier.wait(full.index(stage), phase, pred=block + 1 < blocks)
             d = hopper.warpgroup_mma_wait(0, deps=(d,))
-            if WGRAD:
-                d, lower = promote(d * s_lower[:, None], s.load(columns)[None, :], lower)
-            else:
-                d, lower = promote(d, s_lower[:, None], lower)
+            d, lower = promote(d, s_lower, columns, lower)
         hopper.mbarrier.arrive(empty.index(previous))
         store_half(upper, out, bias, m * 256 + part * 128, n * 128, M, N, WGRAD)
         store_half(lower, out, bias, m * 256 + part * 128 + 64, n * 128, M, N, WGRAD)
@@ -711,15 +666,13 @@ def product_kernel(a_codes, b_codes, a_scales, b_scales, bias, out, M, blocks, N
 
     TURNED: b_scales are (K/128, N/128) instead of (N/128, K/128), as DGrad has them.
     """
-    codes: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    scales: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    a_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 256, 128], codes)
-    b_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], codes)
-    a_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 256], scales)
-    b_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128 if WGRAD else 32], scales)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+    a_ring = gl.allocate_shared_memory(gl.float8e4nv, [RING, 256, 128], a_codes.layout)
+    b_ring = gl.allocate_shared_memory(gl.float8e4nv, [RING, 128, 128], b_codes.layout)
+    a_scale_ring = gl.allocate_shared_memory(gl.float32, [RING, 1, 256], a_scales.layout)
+    b_scale_ring = gl.allocate_shared_memory(gl.float32, [RING, 1, 128 if WGRAD else 32], b_scales.layout)
+    full = gl.allocate_shared_memory(gl.int64, [RING, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [RING, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
         hopper.mbarrier.init(full.index(i), count=1)
         hopper.mbarrier.init(empty.index(i), count=2)
     hopper.fence_async_shared()
@@ -739,8 +692,7 @@ def product_hopper(a_codes, a_scales, b_codes, b_scales, bias, out, wgrad):
     turned = b_scales.stride(1) != 1
     if turned:
         b_scales = b_scales.t()
-    if b_scales.stride(1) != 1 or b_scales.stride(0) % 4 or b_scales.data_ptr() % 16:
-        # TMA reads lines that start on 16 bytes.
+    if b_scales.stride(1) != 1 or b_scales.stride(0) % 4 or b_scales.data_ptr() % 16:  # no lines for TMA
         b_scales = empty_scales(*b_scales.shape, b_scales.device).copy_(b_scales)
     codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -926,9 +878,8 @@ def fprop_tile(M, N, device):
     fprop_kernel. Any choice gives the same bits, this one is for speed.
 
     On a Hopper GPU, the one that is through first if every multiprocessor takes one tile after another. For
-    fprop_kernel: decode is bound by reading W. Narrow tiles of tokens waste no work, 64 features a program
-    make many programs, and a deep pipeline keeps many loads in flight. With many tokens the square tile
-    reuses most.
+    fprop_kernel: few tokens are bound by reading W, so many narrow programs and deep pipelines keep many
+    loads in flight; with many tokens the square tile reuses most.
     """
     processors = multiprocessors(device)
     if processors:
@@ -942,15 +893,8 @@ def fprop_tile(M, N, device):
     return 128, 128, False, 8, 4
 
 
-def fills_hopper(rows, columns, device):
-    """Whether product_kernel can run, and has tiles for half of the multiprocessors at least. With fewer, the
-    plain kernel's tiles, half as large, all run at once."""
-    return 0 < multiprocessors(device) <= 2 * cdiv(rows, 256) * cdiv(columns, BLOCK)
-
-
 def fprop(x_codes, x_scales, w_codes, w_scales, bias=None, dtype=torch.bfloat16, tile=None):
-    """Y = X W^T: codes (M, K) and (N, K), scales (K/128, M) and (N/128, K/128), bias (N,) -> (M, N) of
-    `dtype`.
+    """Y = X W^T: codes (M, K) and (N, K), scales (K/128, M) and (N/128, K/128), bias (N,) -> `dtype` (M, N).
 
     DGrad is the same product: dX = dY W takes dY as X, and the transposed codes and scales of W as W. `tile`
     overrides fprop_tile, for tests and benchmarks.
@@ -987,7 +931,9 @@ def wgrad(dyt_codes, dyt_scales, xt_codes, xt_scales, out, tile=None):
     (N, K), groups = out.shape, dyt_scales.shape[0]
     if not groups:
         return
-    tile = tile or (HOPPER if fills_hopper(N, K, out.device) else (8, 4))
+    # Where product_kernel's tiles fill less than half of the GPU, the plain ones, half as large, run at once.
+    fills = 0 < multiprocessors(out.device) <= 2 * cdiv(N, 256) * cdiv(K, BLOCK)
+    tile = tile or (HOPPER if fills else (8, 4))
     if tile == HOPPER:
         return product_hopper(dyt_codes, dyt_scales, xt_codes, xt_scales, None, out, wgrad=True)
     warps, stages = tile
