@@ -949,8 +949,7 @@ def wgrad(dyt_codes, dyt_scales, xt_codes, xt_scales, out, tile=None):
 
 
 class Weight(nn.Module):
-    """One learnable tensor, as the forward pass reads it: `data` (dtype), E4M3 `codes` with `scales`, or
-    both.
+    """One learnable tensor, as the forward pass reads it: `data` (dtype), E4M3 `codes` and `scales`, or both.
 
     Not an nn.Parameter: FP8 codes cannot carry a gradient, and the full-precision master belongs to the
     optimizer. The backward functions below add to `grad` (FP32, `shape`) themselves. Writes keep the
@@ -959,9 +958,8 @@ class Weight(nn.Module):
 
     def __init__(self, shape, dtype=torch.bfloat16, device=None, keep="data"):
         super().__init__()
-        if keep not in ("data", "codes", "both") or (keep != "data" and len(shape) != 2):
-            raise ValueError(f"Weight(shape={tuple(shape)}, keep={keep!r}): keep is 'data' or, for matrices, "
-                             "'codes' or 'both'")
+        if keep not in ("data", "codes", "both") or keep != "data" and len(shape) != 2:
+            raise ValueError(f"Weight({shape}, keep={keep!r}): 'data' or, of a matrix, 'codes' or 'both'")
         self.shape, self.grad = torch.Size(shape), None
         data = codes = scales = None
         if keep != "codes":
@@ -973,8 +971,7 @@ class Weight(nn.Module):
             self.register_buffer(name, buffer)
 
     def write(self, full):
-        """Take new values, in place. With `data` kept, the codes are made from the rounded data: what both
-        read."""
+        """Take new values, in place. With both kept, the codes are those of the rounded data."""
         if full.shape != self.shape:
             raise ValueError(f"Weight.write: got {tuple(full.shape)}, this weight is {tuple(self.shape)}")
         if self.data is not None:
@@ -1004,8 +1001,7 @@ class Weight(nn.Module):
 
 @jit(do_not_specialize=["M"])
 def sum_rows_kernel(x, out, M, C: tl.constexpr, X_LINE: tl.constexpr, CHUNK: tl.constexpr, ADD: tl.constexpr):
-    """One program sums CHUNK rows of 32 columns of x, in ascending steps of 256 rows; ADD: onto what `out`
-    holds."""
+    """One program sums CHUNK rows of 32 columns of x, in ascending steps of 256; ADD: onto what out holds."""
     c = tl.program_id(0) % tl.cdiv(C, 32) * 32 + tl.arange(0, 32)
     chunk = tl.program_id(0) // tl.cdiv(C, 32)
     total = tl.zeros((256, 32), tl.float32)
@@ -1060,8 +1056,7 @@ def norm_backward_reference(dy, dh, h, rstd, w):
 @jit(do_not_specialize=["quads"])
 def norm_kernel(h, delta, w, h_new, rstd, y, codes, scales, quads, eps,
                 C: tl.constexpr, GROUPS: tl.constexpr, CODES_LINE: tl.constexpr):
-    """One program norms one row, held as (GROUPS, 128): h_new = h + delta, y = h_new rstd w or codes, scales
-    of y."""
+    """One program norms a row, held as (GROUPS, 128): h_new = h + delta, y = h_new rstd w or its codes."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     c = group[:, None] * 128 + tl.arange(0, 128)
@@ -1088,8 +1083,7 @@ def norm_kernel(h, delta, w, h_new, rstd, y, codes, scales, quads, eps,
 
 @jit(do_not_specialize=["M", "rows"])
 def norm_backward_kernel(dy, dh, h, rstd, w, dx, partial, M, rows, C: tl.constexpr, GROUPS: tl.constexpr):
-    """One program takes `rows` rows in turn: dx = dh + rstd (g - xhat mean(g xhat)) with g = dy w, xhat = h
-    rstd.
+    """One program takes `rows` rows in turn: dx = dh + rstd (g - xhat mean(g xhat)), g = dy w, xhat = h rstd.
 
     The gradient of w sums dy xhat over the program's rows, in registers, into its line of `partial`. While a
     row is worked on, the next two are on their way (num_stages).
@@ -1114,14 +1108,13 @@ def norm_backward_kernel(dy, dh, h, rstd, w, dx, partial, M, rows, C: tl.constex
 
 
 def norm_config(C):
-    """Row layout for width C: (groups of 128, up to a power of two), warps. The width alone decides."""
+    """(groups of 128, up to a power of two; warps) for rows of width C, which alone decides."""
     groups = triton.next_power_of_2(cdiv(C, BLOCK))
     return groups, max(1, min(16, groups // 4))
 
 
 def aligned(x):
-    """x with contiguous rows that start on 16 bytes: otherwise loads, and with them the order of a sum,
-    change."""
+    """x with contiguous rows that start on 16 bytes: otherwise loads, and so the order of a sum, change."""
     fits = x.is_contiguous() and x.data_ptr() % 16 == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
@@ -1135,20 +1128,14 @@ def norm_forward(h, delta, w, eps, quantize):
     groups, warps = norm_config(C)
     h_new = h if delta is None else torch.empty_like(h)
     rstd = torch.empty(M, dtype=torch.float32, device=h.device)
-    y = codes = scales = None
-    if quantize:
-        codes, scales = empty_codes(M, C, h.device), empty_scales(cdiv(C, BLOCK), M, h.device)
-    else:
-        y = torch.empty_like(h)
-    if M:
-        launch(norm_kernel, M, h, None if delta is None else aligned(delta), w.data, h_new, rstd, y,
-               codes, scales, cdiv(M, 4), eps, C, groups, round_up(C, 16), num_warps=warps, waits=True)
+    y, codes, scales = (None, *row_outputs(h)) if quantize else (torch.empty_like(h), None, None)
+    launch(norm_kernel, M, h, None if delta is None else aligned(delta), w.data, h_new, rstd, y, codes,
+           scales, cdiv(M, 4), eps, C, groups, round_up(C, 16), num_warps=warps, waits=True)
     return h_new, rstd, (codes, scales) if quantize else y
 
 
 def norm_operand(h, rstd, w, eps, cols):
-    """The norm's output computed again, as WGrad reads it: column-wise (codes, scales) when `cols`, else y
-    (M, C)."""
+    """The norm's output once more, as WGrad reads it: column-wise (codes, scales) if `cols`, else (M, C)."""
     if cols:
         return quantize_cols(h, w.data, rstd)
     return norm_forward(h, None, w, eps, quantize=False)[2]
@@ -1163,9 +1150,8 @@ def norm_backward(dy, dh, h, rstd, w):
     (M, C), rows = h.shape, max(1, cdiv(h.shape[0], 512))  # 512 programs: a GPU is full, sum_rows is quick
     groups, warps = norm_config(C)
     dx, partial = torch.empty_like(h), torch.empty(cdiv(M, rows), C, dtype=torch.float32, device=h.device)
-    if M:
-        launch(norm_backward_kernel, len(partial), aligned(dy), aligned(dh), h, rstd, w.data, dx, partial, M,
-               rows, C, groups, num_warps=warps)
+    launch(norm_backward_kernel, len(partial), aligned(dy), aligned(dh), h, rstd, w.data, dx, partial, M,
+           rows, C, groups, num_warps=warps)
     sum_rows(partial, w.gradient())
     return dx
 
@@ -1194,8 +1180,7 @@ def sigmoid(x):
 @jit(do_not_specialize=["M", "quads"])
 def swiglu_kernel(gate_up, y, codes, scales, quads, M,
                   K: tl.constexpr, CODES_LINE: tl.constexpr, TILE: tl.constexpr):
-    """One program computes silu(gate) up for TILE tokens by 128 features, and stores it or its codes and
-    scales."""
+    """One program computes silu(gate) up for TILE tokens by 128 features, and stores it or its codes."""
     blocks: tl.constexpr = (K + 127) // 128
     i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     m, k = i * TILE + tl.arange(0, TILE), j * 128 + tl.arange(0, 128)
@@ -1251,20 +1236,15 @@ def swiglu_backward_kernel(dy, gate_up, d_gate_up, y, codes_t, scales_t, M, K: t
 
 
 def swiglu_forward(gate_up, quantize):
-    """gate_up (M, 2K) -> silu(gate) * up (M, K), rounded once; row-wise (codes, scales) of that when
-    `quantize`."""
+    """gate_up (M, 2K) -> silu(gate) up (M, K), or row-wise (codes, scales) of that when `quantize`."""
     if not use_kernels(gate_up):
         y = swiglu_reference(gate_up)
         return quantize_rows(y) if quantize else y
-    M, K, gate_up, device = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.contiguous(), gate_up.device
-    y = codes = scales = None
-    if quantize:
-        codes, scales = empty_codes(M, K, device), empty_scales(cdiv(K, BLOCK), M, device)
-    else:
-        y = torch.empty(M, K, dtype=gate_up.dtype, device=device)
-    if M:
-        launch(swiglu_kernel, cdiv(M, 4) * cdiv(K, BLOCK), gate_up, y, codes, scales, cdiv(M, 4), M,
-               K, round_up(K, 16), 4, num_warps=1, waits=True)
+    gate = gate_up.chunk(2, 1)[0]
+    M, K = gate.shape
+    y, codes, scales = (None, *row_outputs(gate)) if quantize else (gate.new_empty(M, K), None, None)
+    launch(swiglu_kernel, cdiv(M, 4) * cdiv(K, BLOCK), gate_up.contiguous(), y, codes, scales, cdiv(M, 4), M,
+           K, round_up(K, 16), 4, num_warps=1, waits=True)
     return (codes, scales) if quantize else y
 
 
@@ -1275,15 +1255,10 @@ def swiglu_backward(dy, gate_up, cols):
         y = swiglu_reference(gate_up)
         return swiglu_backward_reference(dy, gate_up), quantize_cols(y) if cols else y
     (M, K), gate_up, dy = dy.shape, gate_up.contiguous(), dy.contiguous()
-    d_gate_up, y, codes, scales = torch.empty_like(gate_up), None, None, None
-    if cols:
-        codes, scales = col_outputs(dy)
-    else:
-        y = torch.empty_like(dy)
-    tile, width = (BLOCK, 32) if cols else (16, BLOCK)
-    if M:
-        launch(swiglu_backward_kernel, cdiv(M, tile) * cdiv(K, width), dy, gate_up, d_gate_up, y,
-               codes, scales, M, K, tile, width, num_warps=4)
+    d_gate_up, (tile, width) = torch.empty_like(gate_up), (BLOCK, 32) if cols else (16, BLOCK)
+    y, codes, scales = (None, *col_outputs(dy)) if cols else (torch.empty_like(dy), None, None)
+    launch(swiglu_backward_kernel, cdiv(M, tile) * cdiv(K, width), dy, gate_up, d_gate_up, y, codes, scales,
+           M, K, tile, width, num_warps=4)
     return d_gate_up, (codes, scales) if cols else y
 
 
@@ -1326,15 +1301,20 @@ def backward_weight(dy, x, w, fp8):
     """w.grad += dY^T X, both as WGrad reads them."""
     if fp8:
         wgrad(*dy, *x, w.gradient())
-    elif dy.is_cuda:
-        grad = w.gradient()  # BF16 in, but FP32 out, added by the product itself
-        torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
     else:
-        w.add_grad(dy.float().t() @ x.float())
+        add_product(w.gradient(), dy.t(), x)
 
 
-# Four autograd functions, one for each way that a layer gets its input. They save the BF16 tensors that exist
-# anyway, and no codes: the column-wise operand is made from those, and the forward pass is the sampler's own.
+def add_product(out, a, b):
+    """out += a b in FP32, in place: a head's gradient is gigabytes, too much for a temporary."""
+    if a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)  # BF16 in, but FP32 out
+    else:
+        out.addmm_(a.float(), b.float())
+
+
+# One autograd function for each way that a layer gets its input. It saves BF16 tensors that exist anyway, and
+# no codes: the column-wise operand is made from those, and the forward pass is the sampler's own.
 
 
 class LinearFunction(torch.autograd.Function):
@@ -1352,37 +1332,26 @@ class LinearFunction(torch.autograd.Function):
         return dx, None, None, None
 
 
-class NormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, h, delta, w, eps):
-        h_new, rstd, y = norm_forward(h, delta, w, eps, quantize=False)
-        ctx.save_for_backward(h_new, rstd)
-        ctx.w, ctx.has_delta = w, delta is not None
-        return h_new if ctx.has_delta else h_new.view_as(h_new), y  # an input is not returned as it is
-
-    @staticmethod
-    def backward(ctx, dh, dy):
-        h, rstd = ctx.saved_tensors
-        dh = norm_backward(dy, dh, h, rstd, ctx.w)
-        return dh, dh if ctx.has_delta else None, None, None
-
-
 class NormLinearFunction(torch.autograd.Function):
+    """The norm alone where w is None."""
+
     @staticmethod
     def forward(ctx, h, delta, norm_w, eps, w, bias, fp8):
-        h_new, rstd, x = norm_forward(h, delta, norm_w, eps, quantize=fp8)
+        h_new, rstd, y = norm_forward(h, delta, norm_w, eps, quantize=fp8)
         ctx.save_for_backward(h_new, rstd)
         ctx.args = norm_w, eps, w, bias, fp8, delta is not None
-        y = forward_product(x, w, bias, fp8, h.dtype)
-        return h_new if delta is not None else h_new.view_as(h_new), y
+        if w is not None:
+            y = forward_product(y, w, bias, fp8, h.dtype)
+        return h_new if delta is not None else h_new.view_as(h_new), y  # an input is not returned as it is
 
     @staticmethod
     def backward(ctx, dh, dy):
         h, rstd = ctx.saved_tensors
         norm_w, eps, w, bias, fp8, has_delta = ctx.args
-        dx, dy = backward_input(dy, w, bias, fp8)
-        backward_weight(dy, norm_operand(h, rstd, norm_w, eps, cols=fp8), w, fp8)
-        dh = norm_backward(dx, dh, h, rstd, norm_w)
+        if w is not None:
+            dy, operand = backward_input(dy, w, bias, fp8)
+            backward_weight(operand, norm_operand(h, rstd, norm_w, eps, cols=fp8), w, fp8)
+        dh = norm_backward(dy, dh, h, rstd, norm_w)
         return dh, dh if has_delta else None, None, None, None, None, None
 
 
@@ -1405,7 +1374,7 @@ class SwigluLinearFunction(torch.autograd.Function):
 
 def norm(h, delta, w, eps):
     """h_new = h + delta (delta None: h), y = rmsnorm(h_new) w: (M, C) each, both rounded to h.dtype once."""
-    return NormFunction.apply(h, delta, w, eps)
+    return NormLinearFunction.apply(h, delta, w, eps, None, None, False)
 
 
 def norm_linear(h, delta, norm_w, eps, w, bias=None, fp8=False):
@@ -1485,8 +1454,7 @@ def adamw_kernel(p, m, v, g, control, step, data, codes, scales, beta1, beta2, r
     """One program updates a 128x128 tile of master p and moments m, v, and writes it to `data` and `codes`.
 
     The tile goes by in chunks of ROWS rows, to fit the registers. Its codes need the amax of all of it, so p
-    is read a second time, from the cache. rest1 and rest2 are 1 - beta1 and 1 - beta2, made on the host in
-    FP64.
+    is read a second time, from the cache. rest1 and rest2 are 1 - beta1 and 1 - beta2, from FP64.
     """
     clip, rate, rescale = tl.load(control), tl.load(control + 2), tl.load(control + 3)
     if tl.load(control + 1) == 0:  # a gradient was not finite: skip the update, moments included
@@ -1518,7 +1486,7 @@ def adamw_kernel(p, m, v, g, control, step, data, codes, scales, beta1, beta2, r
             value = rounded.to(tl.float32)  # with both kept, the codes are those of the rounded data
         peak = tl.maximum(peak, tl.where(mask, magnitude(value), 0))
     if codes is not None:
-        scale = scale_of(tl.max(tl.max(peak, 1), 0).to(tl.float32, bitcast=True))
+        scale = scale_of(tl.max(tl.max(peak, 1), 0))
         tl.store(scales + tile, scale)
         tl.debug_barrier()  # what another thread of this program wrote is read below
         # In chunks of another shape than above: tiles of one shape share one layout, and what suits a store
@@ -1539,26 +1507,19 @@ class AdamW:
 
     Masters and moments are FP32 (12 bytes a parameter) or BF16 (6 bytes). A step changes most values by less
     than half a BF16 step, and rounding to nearest would undo it, for ever; stochastic rounding keeps it on
-    average. Its noise depends on step, weight and element alone: a resumed run, or another rank, draws the
-    same.
+    average. Its noise depends on step, weight and element alone: a resumed run, or another rank, draws it.
     """
 
     def __init__(self, weights, betas, eps, weight_decay, decay, states=torch.float32):
-        """weights: name -> Weight. decay(name): whether weight_decay applies to that weight. states: dtype of
-        masters and moments, torch.float32 or torch.bfloat16."""
-        if states not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"AdamW(states={states}): torch.float32 or torch.bfloat16")
-        self.weights = {}
-        for name, w in weights.items():
-            if all(w is not other for other in self.weights.values()):  # a tied weight is updated once
-                self.weights[name] = w
-        self.betas, self.eps = betas, eps
-        self.decay = {name: weight_decay if decay(name) else 0.0 for name in self.weights}
-        sizes = [round_up(w.shape.numel(), 4) for w in self.weights.values()]  # every view starts on 16 bytes
-        device = next(buffer.device for w in self.weights.values() for buffer in w.buffers())
+        """weights: name -> Weight, each once. decay(name): whether weight_decay applies to it. states: dtype
+        of masters and moments, torch.float32 or torch.bfloat16."""
+        self.weights, self.betas, self.eps = weights, betas, eps
+        self.decay = {name: weight_decay if decay(name) else 0.0 for name in weights}
+        sizes = [round_up(w.shape.numel(), 4) for w in weights.values()]  # every view starts on 16 bytes
+        device = next(buffer.device for w in weights.values() for buffer in w.buffers())
         self.grads = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.master, self.m, self.v = {}, {}, {}
-        for (name, w), part in zip(self.weights.items(), self.grads.split(sizes)):
+        for (name, w), part in zip(weights.items(), self.grads.split(sizes)):
             w.grad = part[:w.shape.numel()].view(w.shape)
             # Where the forward pass reads the data type of the masters, its buffer is the master.
             same = w.data is not None and w.data.dtype == states
@@ -1567,8 +1528,7 @@ class AdamW:
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def load(self, pairs):
-        """First values of the masters, from (name, full-precision tensor) pairs; writes the weights from
-        them."""
+        """Masters, and from them the weights, take their first values from (name, tensor) pairs."""
         missing = set(self.weights)
         for name, full in pairs:
             if name in self.weights:
@@ -1580,11 +1540,8 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr, max_norm):
-        """Update with the accumulated gradients, clipped to global norm `max_norm`, then clear them.
-
-        Returns (grad_norm, finite), tensors on the device. A gradient that is not finite skips the whole
-        update.
-        """
+        """Update with the accumulated gradients, clipped to global norm `max_norm`, then clear them. One that
+        is not finite skips the whole update. -> (grad_norm, finite), tensors on the device."""
         norm = torch.linalg.vector_norm(self.grads)  # no atomics: its order depends on the size alone
         finite = torch.isfinite(norm)
         self.steps += finite
@@ -1617,8 +1574,7 @@ class AdamW:
         return state | {"step": self.steps}
 
     def load_state(self, state):
-        """Resume from state(): the weights, written from the masters, get the bits that they had. States of
-        another dtype are converted."""
+        """Resume from state(), of either dtype: weights, written from the masters, get the bits they had."""
         mine = self.state()
         shape = lambda group, key: tuple(group[key].shape) if key in group else "absent"
         for key in sorted(mine.keys() | state.keys()):
