@@ -1,9 +1,7 @@
-"""
-The transformer that the sampler and the trainer share, in the shape of Qwen2/2.5, Qwen3 and Llama 3.
+"""The transformer that the sampler and the trainer share, in the shape of Qwen2/2.5, Qwen3 and Llama 3.
 
 Read it top down: the transformer (about as long as nanoGPT's), then what comes from a checkpoint folder
-(config, weights, tokenizer, chat template), then, behind a banner, the kernels that only the model uses
-(attention, RoPE, head).
+(config, weights, tokenizer, chat template), last the kernels of the model alone (RoPE, attention, head).
 
 Every family is one block: h += attention(rmsnorm(h)); h += swiglu(rmsnorm(h)). They differ in three switches:
 
@@ -14,8 +12,7 @@ Every family is one block: h += attention(rmsnorm(h)); h += swiglu(rmsnorm(h)). 
 
 The numerics contract (fp8.py tells why): whatever leads to a log-probability depends on the tokens of its own
 sequence up to that position and on nothing else. So three passes over the same layers, the trainer's packed
-one, the sampler's prefill and its one-token decode, give one hidden state for a position, bit for bit. They
-differ in `attend` only.
+one, the sampler's prefill and its one-token decode, give one hidden state for a position, bit for bit.
 
 Shapes: T packed tokens, B sequences, C hidden, H query heads, G key/value heads, D head size, F width of the
 MLP, V vocabulary, L layers.
@@ -32,9 +29,7 @@ import re
 import unicodedata
 from pathlib import Path
 
-import jinja2
 import jinja2.sandbox
-import safetensors
 import safetensors.torch
 import tiktoken
 import torch
@@ -125,8 +120,9 @@ class Transformer(nn.Module):
 
     # ---- the three passes ----------------------------------------------------------------------------------
 
-    def forward(self, tokens, seqlens):
-        """The trainer's pass. tokens (T,) int64, sequences end to end; seqlens sum to T. -> hidden (T, C)."""
+    def forward(self, tokens, seqlens, caches=None, slots=None):
+        """The trainer's pass, or with caches `prefill`. tokens (T,) int64, sequences end to end, of lengths
+        seqlens -> hidden (T, C)."""
         packing = seqlens if isinstance(seqlens, Packing) else pack(seqlens, tokens.device)
         if packing.total != tokens.numel():
             raise ValueError(f"seqlens sum to {packing.total}, but there are {tokens.numel()} tokens")
@@ -135,25 +131,19 @@ class Transformer(nn.Module):
             raise ValueError(f"a sequence has {longest} tokens, the model takes {most} "
                              "(max_position_embeddings)")
         attend = lambda q, k, v, cache: attention(q, k, v, packing).flatten(1)
-        return self._run(tokens, packing.positions, attend, self.precision == "fp8")
+        quantized = self.precision != "bf16" if caches else self.precision == "fp8"
+        return self._run(tokens, packing.positions, attend, quantized, caches, slots)
 
     @torch.no_grad()
     def prefill(self, tokens, seqlens, caches, slots):
-        """The sampler's pass over prompts: the trainer's, and each token's k and v go to its slot (T,).
-
-        caches: the KV pages of each layer, by `new_caches`.
-        """
-        packing = pack(seqlens, tokens.device)
-        attend = lambda q, k, v, cache: attention(q, k, v, packing).flatten(1)
-        self._run(tokens, packing.positions, attend, self.precision != "bf16", caches, slots)
+        """The sampler's pass over prompts: the trainer's, in FP8 with "fp8-rollout" too. Each token's k and v
+        go to its slot (T,) of caches, the KV pages of each layer, by `new_caches`."""
+        self.forward(tokens, seqlens, caches, slots)
 
     @torch.no_grad()
     def decode(self, tokens, positions, caches, page_table, lengths, slots):
-        """One token of each of B sequences: tokens (B,), positions (B,) int32 -> hidden (B, C).
-
-        The token's k and v are written to slots (B,) first, so lengths (B,) int32 count it. A CUDA graph can
-        hold all of it.
-        """
+        """One token of each of B sequences: tokens (B,), positions (B,) int32 -> hidden (B, C). Its k and v
+        are written to slots (B,) first, so lengths (B,) int32 count it. A CUDA graph can hold all of it."""
         quantized = self.precision != "bf16"
         attend = lambda q, k, v, cache: paged_attention(q, cache, page_table, lengths, quantized)
         return self._run(tokens, positions, attend, quantized, caches, slots)
@@ -178,12 +168,12 @@ class Transformer(nn.Module):
         """(T, C) -> (T, V) in FP32. For looking and comparing: training and sampling never store logits."""
         if hidden.is_cuda:
             return torch.mm(hidden, self.head.data.t(), out_dtype=torch.float32)
-        return fp8.matmul_rows(hidden.float(), self.head.data.float())
+        return matmul_rows(hidden, self.head.data)
 
     # ---- weights -------------------------------------------------------------------------------------------
 
     def weights(self):
-        """{name: Weight}, each once; the names are those of `read_tensors` and of the optimizer."""
+        """{name: Weight}, each once, as `read_tensors` and the optimizer name them."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Weight)}
 
     @torch.no_grad()
@@ -192,11 +182,7 @@ class Transformer(nn.Module):
         weights = self.weights()
         for name, tensor in pairs:
             if name not in weights:
-                raise ValueError(f"unknown or repeated weight '{name}': the model has no such tensor left to "
-                                 "fill")
-            if tuple(tensor.shape) != tuple(weights[name].shape):
-                raise ValueError(f"weight '{name}' has shape {tuple(tensor.shape)}, the config asks for "
-                                 f"{tuple(weights[name].shape)}")
+                raise ValueError(f"weight '{name}': the model has no such tensor, or was given it before")
             weights.pop(name).write(tensor)
         if weights:
             raise ValueError(f"no tensor was given for: {', '.join(weights)}")
@@ -243,25 +229,22 @@ def check_device(device, precision, config, kv):
         raise RuntimeError("FP8 needs compute capability 8.9 or later, "
                            f"{torch.cuda.get_device_name(device)} has {major}.{minor}: use --precision=bf16 "
                            "--kv=bf16")
-    if config.head_dim not in HEAD_SIZES:
-        raise ValueError(f"head_dim is {config.head_dim}: the attention kernel takes 16, 32, 64 or 128")
+    check_head_size(config.head_dim)
 
 
-# ======================================================================================================
+# ============================================================================================================
 # Checkpoint folders: config.json, weights, tokenizer, chat template
 #
-# A folder is what Hugging Face tools read and write. Three rules hold for everything below:
-#   - Whatever would change the result and is not computed here is refused, with file, field and value.
-#     A field that is ignored in silence gives a model that looks right on short prompts.
-#   - Faults are found before a weight is read: headers are checked first, tensors are read after that.
-#   - Nothing is fetched, except by `folder_from_name` when it is given the name of a repository.
-# ======================================================================================================
+# A folder is what Hugging Face tools read and write. Whatever would change the result and is not computed
+# here is refused, with file, field and value: a field that is ignored in silence gives a model that looks
+# right on short prompts. Faults are found before a weight is read: headers are checked first.
+# ============================================================================================================
 
 
 def _read_json(path):
     """The object in a JSON file (UTF-8, with or without a byte-order mark). ValueError names the file."""
     try:
-        value = json.loads(Path(path).read_bytes())
+        value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist: a checkpoint folder needs it")
     except (ValueError, RecursionError) as error:
@@ -276,22 +259,10 @@ def _short(value):
     return json.dumps(value)[:200]
 
 
-def _write_atomic(path, write):
-    """Calls write(temporary path), then renames: a killed run leaves the old file or the new one, whole."""
-    temporary = Path(f"{path}.tmp{os.getpid()}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)       # only there when `write` failed
-
-
-def _write_text(path, text):
-    _write_atomic(path, lambda p: p.write_bytes(text.encode()))         # bytes: no newline is translated
-
-
-def _json_text(value):
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+def _write(path, content):
+    """A text, or JSON of anything else. In bytes, so that no newline is translated."""
+    text = content if isinstance(content, str) else json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    path.write_bytes(text.encode())
 
 
 def folder_from_name(name):
@@ -316,12 +287,9 @@ def folder_from_name(name):
         raise FileNotFoundError(f"no folder {name}, and its download failed ({reason}):\n{commands}")
 
 
-# ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Config
-# ------------------------------------------------------------------------------------------------------
 
-# The three families are one transformer with two switches: Qwen2 (and 2.5) has biases on q, k and v, Qwen3
-# normalizes each head of q and k, Llama 3 has neither. config.json says so by model_type alone.
 FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 
 # Fields that change the result, with the values under which they do nothing. `null` or absence is fine too.
@@ -385,8 +353,7 @@ class Config:
 
     @classmethod
     def from_folder(cls, folder):
-        """Reads config.json, and the EOS ids of its two neighbours. ValueError names file, field and value of
-        whatever is not computed here."""
+        """Reads config.json, and the EOS ids of its two neighbours."""
         where = Path(folder, "config.json")
         raw = _read_json(where)
         kind = raw.get("model_type")
@@ -397,10 +364,8 @@ class Config:
             raise ValueError(f"{where}: model_type {kind!r} is not supported, only {', '.join(FAMILIES)}")
         _refuse(raw, kind, where)
         theta, scaling = _read_rope(raw, where)
-        heads = _number(raw, "num_attention_heads", where=where)
-        hidden = _number(raw, "hidden_size", where=where)
-        # Defaults only where they are certain: Qwen3's head size is 128 whatever the width.
-        size = functools.partial(_number, raw, where=where)
+        size = functools.partial(_number, raw, where=where)  # defaults only where they are certain
+        heads, hidden = size("num_attention_heads"), size("hidden_size")
         tied = raw.get("tie_word_embeddings")
         if tied not in (None, True, False):
             raise ValueError(f"{where}: tie_word_embeddings is {tied!r}, expected true or false")
@@ -458,8 +423,7 @@ def _refuse(raw, kind, where):
 
 def _read_rope(raw, where):
     """(theta, scaling or None) from `rope_theta` and `rope_scaling`, or from `rope_parameters`, where
-    transformers 5 keeps both. Two different values, or no base, are an error: a wrong one shows only on long
-    prompts."""
+    transformers 5 keeps both. Two values, or no base, are refused: a wrong one shows only on long prompts."""
     rope = {}
     for place in ("rope_parameters", "rope_scaling", "rope_theta"):
         settings = raw.get(place)
@@ -525,9 +489,8 @@ def _token_text(token):
     return token.get("content") if isinstance(token, dict) else token
 
 
-# ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Weights
-# ------------------------------------------------------------------------------------------------------
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -559,31 +522,15 @@ def tensor_map(config):
 
 
 def _open_safetensors(path):
-    """A safetensors handle, after the checks whose messages would otherwise be cryptic."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: download it again, or give another folder")
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        start = file.read(8)
-        if start.startswith(b"version "):
-            raise ValueError(f"{path} is a Git LFS pointer of {size} bytes, not weights: run git lfs pull")
-        length = int.from_bytes(start, "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"{path} is cut off or no safetensors file ({size} bytes, its header would take "
-                             f"{length}): download it again")
-        # File layout: 8 bytes of header length, a JSON header with the byte range of each tensor, the data.
-        try:
-            header = json.loads(file.read(length))
-            ends = [t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"]
-            expected = 8 + length + max(ends, default=0)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} has a damaged header ({error!r}): download it again")
-    if size != expected:
-        raise ValueError(f"{path} has {size} bytes but its header describes {expected}: download it again")
-    try:                                        # overlapping ranges, unknown dtypes: the library's own checks
+    """A safetensors handle, once the library has found that header and size of the file fit."""
+    try:
         return safetensors.safe_open(path, framework="pt")
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} has a damaged header ({error}): download it again")
+        with open(path, "rb") as file:
+            pointer = file.read(8) == b"version "
+        if pointer:
+            raise ValueError(f"{path} is a Git LFS pointer, not weights: run git lfs pull") from None
+        raise ValueError(f"{path} is cut off or damaged ({error}): download it again") from None
 
 
 def _find_tensors(folder):
@@ -602,21 +549,14 @@ def _find_tensors(folder):
         raise ValueError(f"{index}: weight_map is missing, or does not map tensor names to file names")
     # Compared as names: in the Hugging Face cache the files themselves are links that lead elsewhere.
     for name, file in where.items():
-        if Path(file).name != file or "\\" in file or "\0" in file:
+        if Path(file).name != file:
             raise ValueError(f"{index}: {name} lies in {file!r}, which is not a file name inside the folder")
     missing = sorted({file for file in where.values() if not (folder / file).is_file()})
     if missing:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, named in {index.name}: download again")
     handles = {file: _open_safetensors(folder / file) for file in sorted(set(where.values()))}
-    found = {}
-    for file, handle in handles.items():
-        for name in handle.keys():
-            if where.get(name) != file:
-                raise ValueError(f"{folder / file} holds {name}, {index.name} puts it in {where.get(name)}")
-            found[name] = (handle, folder / file)
-    for name in where.keys() - found.keys():
-        raise ValueError(f"{index}: {name} should lie in {where[name]}, which does not hold it")
-    return found
+    return {name: (handle, folder / file) for file, handle in handles.items() for name in handle.keys()
+            if where.get(name) == file}
 
 
 def read_tensors(folder, config):
@@ -645,50 +585,36 @@ def read_tensors(folder, config):
         what, names = ("lacks", missing) if missing else ("has unexpected", extra)
         tied = " (tie_word_embeddings is false)" if missing == {head} else ""
         raise ValueError(f"{folder} {what} {len(names)} tensor(s), {', '.join(sorted(names)[:4])}{tied}: "
-                         f"config.json and weights do not match")
-
-    def read(name):
-        return found[name][0].get_tensor(name)
-
+                         f"config.json, the index of the weights and they themselves do not match")
+    read = lambda name: found[name][0].get_tensor(name)
     if head in found and head not in expected and not torch.equal(read(head), read(embedding)):
         raise ValueError(f"{found[head][1]}: {head} differs from {embedding} although config.json says "
                          f"tie_word_embeddings = true: set it to false")
-    return ((ours, _fuse([read(name) for name, _ in pieces])) for ours, pieces in parts.items())
-
-
-def _fuse(tensors):
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    fuse = lambda tensors: tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return ((ours, fuse([read(name) for name, _ in pieces])) for ours, pieces in parts.items())
 
 
 def write_tensors(folder, config, pairs):
     """Writes config.json, generation_config.json and model.safetensors (BF16, Hugging Face names) from (our
-    name, tensor) pairs. A file appears whole or not at all, weights last. ValueError for a wrong tensor."""
-    parts, out, seen = tensor_map(config), {}, set()
+    name, tensor) pairs."""
+    parts, out = tensor_map(config), {}
     for name, tensor in pairs:
-        if name not in parts or name in seen:
-            raise ValueError(f"{'a second' if name in seen else 'an unexpected'} tensor {name}")
-        rows = [shape[0] for _, shape in parts[name]]
-        whole = (sum(rows), *parts[name][0][1][1:])
-        if tuple(tensor.shape) != whole:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {whole}")
-        seen.add(name)
-        for (theirs, _), piece in zip(parts[name], tensor.detach().split(rows)):
+        pieces = parts.pop(name)
+        for (theirs, _), piece in zip(pieces, tensor.detach().split([shape[0] for _, shape in pieces])):
             # Copied even when nothing is converted: safetensors refuses pieces that share one storage.
             out[theirs] = piece.to("cpu", torch.bfloat16, copy=True).contiguous()
-    if seen != parts.keys():
-        raise ValueError(f"tensors not given: {', '.join(sorted(parts.keys() - seen)[:4])}")
+    if parts:
+        raise ValueError(f"tensors not given: {', '.join(sorted(parts)[:4])}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     settings = config.to_dict()
-    _write_text(folder / "config.json", _json_text(settings))
-    _write_text(folder / "generation_config.json", _json_text({"eos_token_id": settings["eos_token_id"]}))
-    _write_atomic(folder / "model.safetensors",
-                  lambda p: safetensors.torch.save_file(out, p, metadata={"format": "pt"}))
+    _write(folder / "config.json", settings)
+    _write(folder / "generation_config.json", {"eos_token_id": settings["eos_token_id"]})
+    safetensors.torch.save_file(out, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-# ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Tokenizer
-# ------------------------------------------------------------------------------------------------------
 
 # Byte-level BPE files spell bytes as characters: visible Latin-1 stands for itself, the other 68 bytes get
 # the characters from U+0100 on (so a space is "Ġ").
@@ -828,12 +754,8 @@ class Tokenizer:
     @classmethod
     def from_pretrained(cls, folder):
         """Reads tokenizer.json and, where they exist, tokenizer_config.json and chat_template.jinja."""
-        folder, files = Path(folder), {}
-        where = folder / "tokenizer.json"
-        if not where.exists():
-            raise FileNotFoundError(f"{where} does not exist: download it, or write one with transformers "
-                                    f"(AutoTokenizer.from_pretrained(...).save_pretrained(...))")
-        files["tokenizer.json"] = _read_json(where)
+        folder = Path(folder)
+        files = {"tokenizer.json": _read_json(folder / "tokenizer.json")}
         if (folder / "tokenizer_config.json").exists():
             files["tokenizer_config.json"] = _read_json(folder / "tokenizer_config.json")
         if (folder / "chat_template.jinja").exists():
@@ -841,7 +763,7 @@ class Tokenizer:
                 files["chat_template.jinja"] = (folder / "chat_template.jinja").read_bytes().decode()
             except UnicodeDecodeError as error:
                 raise ValueError(f"{folder / 'chat_template.jinja'} is not UTF-8 ({error})") from None
-        return cls(files, read_eos_ids(folder), str(where))
+        return cls(files, read_eos_ids(folder), str(folder / "tokenizer.json"))
 
     @classmethod
     def bytes(cls):
@@ -850,11 +772,9 @@ class Tokenizer:
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         added = [{"id": 256 + i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
                   "normalized": False, "special": True} for i, token in enumerate(special)]
-        model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                 "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                 "ignore_merges": False, "vocab": {c: b for b, c in enumerate(BYTE_TO_CHAR)}, "merges": []}
-        raw = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "model": model,
-               "normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level}
+        model = {"type": "BPE", "vocab": {c: b for b, c in enumerate(BYTE_TO_CHAR)}, "merges": []}
+        raw = {"version": "1.0", "added_tokens": added, "model": model, "pre_tokenizer": level,
+               "decoder": level}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special[0],
                     "clean_up_tokenization_spaces": False, "chat_template": BYTES_TEMPLATE}
         return cls({"tokenizer.json": raw, "tokenizer_config.json": settings}, [256])
@@ -863,7 +783,7 @@ class Tokenizer:
         """Writes the files that it was made from."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
-            _write_text(Path(folder, name), content if isinstance(content, str) else _json_text(content))
+            _write(Path(folder, name), content)
 
     def _check(self, raw):
         """Refuses the parts of tokenizer.json that would give other ids than those computed here."""
@@ -904,36 +824,24 @@ class Tokenizer:
         return [(re.compile("|".join(map(re.escape, texts)) or r"(?!)"), table)
                 for texts, table in zip(longest_first, tables)]
 
-    def _cut(self, which, text, parse_special):
-        """Yields (text, None) for what lies between added tokens and ("", id) for each of them."""
-        regex, table = self._added[which]
-        start = 0
+    def _cut(self, text, added, parse_special, encode):
+        """Ids of a text: its added tokens, and what `encode` makes of each piece between them."""
+        ids, start, (regex, table) = [], 0, added
         for match in regex.finditer(text):
             token, special = table[match.group()]
-            if special and not parse_special:
-                continue
-            yield text[start:match.start()], None
-            yield "", token
-            start = match.end()
-        yield text[start:], None
+            if parse_special or not special:
+                ids += *encode(text[start:match.start()]), token
+                start = match.end()
+        return ids + encode(text[start:])
 
     def encode(self, text, parse_special=True):
         """Ids of a text. Special tokens in the text become their ids; parse_special=False takes them as plain
         text (added tokens that the file does not call special, such as Qwen's <think>, are parsed either way,
-        as in the tokenizers library). Lone surrogates become U+FFFD. ValueError for a byte that the
-        vocabulary lacks."""
+        as in the tokenizers library). Lone surrogates become U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids = []
-        for raw, token in self._cut(0, text, parse_special):
-            if token is not None:
-                ids.append(token)
-                continue
-            for part, token in self._cut(1, self._normalize(raw), parse_special):
-                if token is not None:
-                    ids.append(token)
-                elif part:
-                    ids.extend(self._encode_plain(part))
-        return ids
+        raw, normalized = self._added
+        rest = lambda piece: self._cut(self._normalize(piece), normalized, parse_special, self._encode_plain)
+        return self._cut(text, raw, parse_special, rest)
 
     def _encode_plain(self, text):
         """Ids of normalized text without added tokens; tiktoken's ranks become the file's ids."""
@@ -1002,7 +910,7 @@ def _raise_exception(message):
     raise jinja2.TemplateError(message)
 
 
-# ======================================================================================================
+# ============================================================================================================
 # The kernels that only the model uses: RoPE and q/k norm, attention (packed and paged), head, embedding
 #
 # Each topic has the same blocks in the same order: the torch reference (the specification; it runs without
