@@ -913,13 +913,10 @@ def _raise_exception(message):
 # ============================================================================================================
 # The kernels that only the model uses: RoPE and q/k norm, attention (packed and paged), head, embedding
 #
-# Each topic has the same blocks in the same order: the torch reference (the specification; it runs without
-# a GPU), the Triton kernel, the wrapper, the autograd function. What they share is one promise: a value that
-# leads to a log-probability depends on the tokens of its own sequence alone, never on the batch, its order,
-# padding, or on who asked for it (trainer, prefill, decode). Hence sums split at fixed places or not at all,
-# no atomics, one KV tile, softmax rows that lie within one warp, and contraction switched off with `tl.fma`
-# wherever a fused product is meant.
-# ======================================================================================================
+# Each topic has the order of fp8.py: torch reference, Triton kernel, wrapper, autograd function. For the
+# numerics contract sums split at fixed places or not at all, there is one KV tile, and softmax rows lie
+# within one warp.
+# ============================================================================================================
 
 # Keys of one attention step == page of the cache: training, prefill and decode share it. With 128 the forward
 # pass is no faster on an H200: 499 against 503 TFLOPS at head size 128, 332 against 428 at 64.
@@ -933,8 +930,9 @@ HEAD_SIZES = 16, 32, 64, 128     # that the attention kernels take
 LOG2E = 1.4426950408889634   # the GPU has exp2 only: log2(e) is folded into the softmax scale
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Packing: sequences laid end to end, and the tiles that attention walks
+
 
 def to_device(x, device):
     """A CPU tensor on the device. From pinned memory, so that the host need not wait for the GPU."""
@@ -946,11 +944,10 @@ class Packing:
 
     positions (T,) in the token's own sequence; starts (B+1,) row offsets; tiles (N, 4): one row for each
     attention tile of `rows` queries, (first packed row of the sequence, first query in the sequence, length,
-    first row of the sequence where each is padded to whole tiles, N * rows in all). """
+    first row of the sequence where each is padded to whole tiles, N * rows in all)."""
 
     def __init__(self, lengths, device):
-        # 128 rows fill a Hopper tile (8 warps). The CPU computes whole padded tiles, decode included: 16
-        # waste less.
+        # 128 rows fill a Hopper tile (8 warps). The CPU computes whole padded tiles: 16 waste less.
         self.rows = 128 if device.type == "cuda" else 16
         starts = F.pad(lengths.cumsum(0), (1, 0))
         self.total, self.lengths = int(starts[-1]), lengths.tolist()
@@ -961,8 +958,7 @@ class Packing:
         first = (torch.arange(len(owner)) - (count.cumsum(0) - count)[owner]) * self.rows
         padded = (count.cumsum(0) - count) * self.rows
         tiles = torch.stack([starts[owner], first, lengths[owner], padded[owner]], dim=1)
-        # Causal work grows with `first`: the longest tiles start first, so that the last ones to finish are
-        # short.
+        # Causal work grows with `first`: the longest tiles start first, and the last to finish are short.
         tiles = tiles[first.argsort(descending=True, stable=True)]
         on_device = lambda x: to_device(x.to(torch.int32), device)
         self.positions, self.starts, self.tiles = on_device(positions), on_device(starts), on_device(tiles)
@@ -976,23 +972,20 @@ def pack(seqlens, device):
     return Packing(lengths, torch.device(device))
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # From the fused QKV rows to q, k, v: norm of q and k, RoPE, FP8 KV, and the pages of the cache
-#
+
 
 def rope_table(config, length, device):
-    """FP32 (length, D): cosines of the D/2 angles, then their sines, by position in the token's own sequence.
-
-    Computed on the CPU whatever the device, so that every machine rotates by the same bits.
-    """
+    """FP32 (length, D): cosines of the D/2 angles, then their sines, by position in the token's own sequence;
+    computed on the CPU whatever the device, so that every machine rotates by the same bits."""
     angles = torch.outer(torch.arange(length, dtype=torch.float32), config.inv_freq().float().cpu())
     return torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
 
 
 def empty_cache(pages, G, D, fp8_kv, dtype, device):
-    """A layer's cache: k, v (pages, G, PAGE, D), zeros; in FP8 codes, in the order of `code_places`, and
-    their FP32 scales (pages, G, PAGE) twice. What one decode program reads of a page, the keys or values of
-    one head, lies side by side."""
+    """A layer's cache: k, v (pages, G, PAGE, D), zeros: what a decode program reads of a page lies side by
+    side. In FP8 codes, in the order of `code_places`, and their FP32 scales (pages, G, PAGE) twice."""
     zeros = lambda *shape, dtype: torch.zeros(pages, G, PAGE, *shape, dtype=dtype, device=device)
     values = [zeros(D, dtype=fp8.E4M3 if fp8_kv else dtype) for _ in "kv"]
     return *values, *(zeros(dtype=torch.float32) for _ in "kv" if fp8_kv)
@@ -1125,11 +1118,8 @@ def store_codes(pages, codes, j, d, is_k, mask, D: tl.constexpr, PAGE: tl.conste
 def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pages, v_pages, k_scales,
                         v_scales, slots, cached, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
                         HEADS: tl.constexpr, PAGE: tl.constexpr):
-    """One program: HEADS heads of one token, as a (HEADS, D/2) tile of low halves and one of high halves.
-
-    Widths are constants, and one binary runs with a cache and without (`cached` 0), so that the order of the
-    sum of squares can depend on nothing else.
-    """
+    """One program: HEADS heads of one token, as a (HEADS, D/2) tile of low halves and one of high halves. One
+    binary runs with a cache and without (`cached` 0), so that sums of squares have one order."""
     tiles: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
     dtype: tl.constexpr = q.dtype.element_ty
     t = (tl.program_id(0) // tiles).to(tl.int64)
@@ -1149,8 +1139,7 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
     store_halves(q + (t * H + head) * D, lo, hi, is_q, D)
     if k_scales is not None:
         lo, hi = lo.to(tl.float32), hi.to(tl.float32)
-        peak = tl.max(tl.maximum(fp8.magnitude(lo), fp8.magnitude(hi)), 1)[:, None]
-        scale = fp8.scale_of(peak.to(tl.float32, bitcast=True))
+        scale = fp8.scale_of(tl.max(tl.maximum(fp8.magnitude(lo), fp8.magnitude(hi)), 1)[:, None])
         power = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(scale < float("inf"), tl.minimum(power, 128.0), scale)
         turn = tl.div_rn(1.0, scale)  # of a power of two: the products are exact, and far cheaper
@@ -1174,8 +1163,7 @@ def qk_norm_rope_kernel(qkv, q_weight, k_weight, table, positions, q, k, v, k_pa
 def qk_norm_rope_backward_kernel(dq, dk, dv, qkv, q_weight, k_weight, table, positions, dqkv, partial, T, eps,
                                  H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
                                  TOKENS: tl.constexpr):
-    """One program: HEADS heads of TOKENS tokens, one after the other. partial (programs, 2, D): its sums for
-    the two norm weights."""
+    """One program: HEADS heads of TOKENS tokens in turn. partial (programs, 2, D): sums for norm weights."""
     tiles: tl.constexpr = (H + 2 * G + HEADS - 1) // HEADS
     head, i = (tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, D // 2)[None, :]
     used, is_q, turned = head < H + 2 * G, head < H, head < H + G
@@ -1239,10 +1227,8 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, eps, table, positions, H, G, f
     if not cached:  # the same types, so that the same binary runs
         cache, slots = empty_cache(0, G, D, fp8_kv, k.dtype, k.device), positions.new_empty(0).long()
     tiles, warps = head_tiles(H, G, D)
-    if T:
-        launch(qk_norm_rope_kernel, T * tiles, qkv.contiguous(), q_weight, k_weight, table, positions, q, k,
-               v, *pages_and_scales(cache), slots, cached, eps, H, G, D, HEADS, PAGE, num_warps=warps,
-               waits=True)
+    launch(qk_norm_rope_kernel, T * tiles, qkv.contiguous(), q_weight, k_weight, table, positions, q, k, v,
+           *pages_and_scales(cache), slots, cached, eps, H, G, D, HEADS, PAGE, num_warps=warps, waits=True)
     return q, k, v
 
 
@@ -1252,10 +1238,9 @@ def qk_norm_rope_backward(dq, dk, dv, qkv, q_weight, k_weight, eps, table, posit
     (T, H, D), G, tokens, qkv = dq.shape, dk.shape[1], 16, qkv.contiguous()
     tiles, warps = head_tiles(H, G, D)
     dqkv, partial = torch.empty_like(qkv), torch.empty(fp8.cdiv(T, tokens) * tiles, 2, D, device=qkv.device)
-    if T:
-        launch(qk_norm_rope_backward_kernel, len(partial), dq.contiguous(), dk.contiguous(), dv.contiguous(),
-               qkv, q_weight, k_weight, table, positions, dqkv, partial, T, eps, H, G, D, HEADS,
-               tokens, num_warps=warps)
+    launch(qk_norm_rope_backward_kernel, len(partial), dq.contiguous(), dk.contiguous(), dv.contiguous(), qkv,
+           q_weight, k_weight, table, positions, dqkv, partial, T, eps, H, G, D, HEADS, tokens,
+           num_warps=warps)
     return dqkv, *(partial.sum(0) if q_weight is not None else (None, None))
 
 
@@ -1283,15 +1268,15 @@ class QKNormRopeFunction(torch.autograd.Function):
 def qk_norm_rope(qkv, q_norm, k_norm, eps, table, positions, H, G, fp8_kv=False, cache=None, slots=None):
     """qkv (T, (H+2G)*D) -> q (T,H,D), k (T,G,D), v (T,G,D), contiguous, in qkv.dtype.
 
-    q_norm, k_norm: Weight (D,) or None (families without q/k norm); table: `rope_table`; positions (T,)
-    int32. fp8_kv: k and v are codes * scales, one scale for each token and head. cache: pages of a layer,
-    to which k and v, or codes and scales, are written as well, at slots (T,) int64.
+    q_norm, k_norm: Weight (D,) or None; table: `rope_table`; positions (T,) int32. fp8_kv: k and v are codes
+    times scales. cache: a layer's pages; k and v, or codes and scales, go there too, to slots (T,) int64.
     """
     return QKNormRopeFunction.apply(qkv, q_norm, k_norm, eps, table, positions, H, G, fp8_kv, cache, slots)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Attention
+
 
 def read_pages_reference(cache, pages):
     """pages (n,) -> their keys and values in FP32, (n, G, PAGE, D) each: in FP8, codes * scales."""
@@ -1308,8 +1293,7 @@ def attend_tiles_reference(q, positions, cache, page_table, lengths):
     q (N,H,R,D), row r of tile n at positions[n, r]; keys and values of tile n: page_table[n] in the pages of
     `cache`, of which lengths[n] are valid. Every product has the same shape whatever N is, and a step
     that is masked for a row leaves it as it was (factor exp(0) = 1, terms 0): so a row's bits depend on its
-    own keys only. Every SPLIT keys a new softmax starts, merged in order: decode computes them side by side.
-    -> (N,H,R,D) FP32. """
+    own keys only. Every SPLIT keys a new softmax starts, merged in order. -> (N,H,R,D) FP32."""
     (N, H, R, D), G, dtype = q.shape, cache[0].shape[1], q.dtype
     S = H // G * R  # rows of a product: a group's heads, stacked
     fresh = lambda: (torch.full((N, G, S, 1), -torch.inf), torch.zeros(N, G, S, 1), torch.zeros(N, G, S, D))
@@ -1336,8 +1320,7 @@ def attend_tiles_reference(q, positions, cache, page_table, lengths):
 
 
 def merge_reference(whole, part):
-    """Two softmaxes over different keys, each (maximum, sum, sum times v), as one. An empty one changes no
-    bit."""
+    """Two softmaxes over different keys, (maximum, sum, sum times v) each, as one. Empty ones are neutral."""
     top = torch.maximum(whole[0], part[0])
     old, new = ((x[0] - top).exp().nan_to_num(1.0) for x in (whole, part))         # -inf - -inf: both empty
     return top, whole[1] * old + part[1] * new, whole[2] * old + part[2] * new
@@ -1352,12 +1335,10 @@ def attention_reference(q, k, v, packing):
     row = (start[:, None] + positions)[inside]  # packed row of each used place of a tile
     tiles = q.new_zeros(len(start), R, H, D)
     tiles[inside] = q[row]
-    pages_of = torch.tensor([-(-n // PAGE) for n in packing.lengths], dtype=torch.int64)
+    pages_of = torch.tensor([fp8.cdiv(n, PAGE) for n in packing.lengths])
     first_page = pages_of.cumsum(0) - pages_of
-    owner = torch.arange(len(pages_of)).repeat_interleave(torch.tensor(packing.lengths, dtype=torch.int64))
-    position = packing.positions.long()
-    cache = [x.new_zeros(int(pages_of.sum()), k.shape[1], PAGE, D) for x in (k, v)]
-    write_pages_reference((k, v), cache, first_page[owner] * PAGE + position)
+    padded = [[F.pad(s, (0, 0, 0, 0, 0, -len(s) % PAGE)) for s in x.split(packing.lengths)] for x in (k, v)]
+    cache = [torch.cat(x).unflatten(0, (-1, PAGE)).transpose(1, 2).contiguous() for x in padded]
     sequence = torch.searchsorted(packing.starts.long(), start.contiguous(), right=True) - 1
     table = first_page[sequence, None] + torch.arange(max(pages_of.tolist(), default=0))
     out = attend_tiles_reference(tiles.transpose(1, 2), positions, cache, table, length).transpose(1, 2)
@@ -1594,7 +1575,7 @@ def paged_merge_kernel(accs, tops, totals, lengths, o, codes, scales, quads, H: 
 
 def check_head_size(D):
     if D not in HEAD_SIZES:
-        raise ValueError(f"head_dim {D}: the GPU kernels take 16, 32, 64 or 128; use a CPU for others")
+        raise ValueError(f"head_dim {D}: the GPU kernels take {HEAD_SIZES}; use a CPU for others")
 
 
 def check_bf16(x, what):
@@ -1609,8 +1590,7 @@ def tiles_of(x, rows):
 
 
 def attention_forward(q, k, v, packing):
-    """-> o (T, H, D), and lse (H, R) on a GPU. Measured to give equal bits: 64 rows x 4 warps, 128 x 8 or 4,
-    and decode's 16 x 1."""
+    """-> o (T, H, D), on a GPU lse (H, R). Equal bits: 64 rows x 4 warps, 128 x 8 or 4, decode's 16 x 1."""
     if not use_kernels(q):
         return attention_reference(q, k, v, packing), None
     (_, H, D), G, rows = q.shape, k.shape[1], packing.rows
@@ -1700,8 +1680,7 @@ def attention_backward(do, q, k, v, o, lse, packing):
     k_tiles, v_tiles = tiles_of(k, step), tiles_of(v, step)
     launch(attention_dq_kernel, len(tiles) * H, q, k_tiles, v_tiles, o, do, lse, delta, tiles, dq,
            lse.shape[1], H, G, D, *scales, rows, step, num_warps=rows // 16, num_stages=3)
-    # At head size 128 the sums of keys and values and two products take all 255 registers of a thread: a few
-    # numbers of the loop's bookkeeping spill.
+    # At head size 128 the sums and two products take all 255 registers of a thread: some bookkeeping spills.
     lines = [TensorDescriptor.from_tensor(x.view(-1), [step]) for x in (lse, delta)]
     launch(attention_dkv_kernel, len(tiles) * (rows // step) * G, tiles_of(q, step), k_tiles, v_tiles,
            tiles_of(do, step), *lines, tiles, dk, dv, lse.shape[1], H, G, D, *scales, rows, step,
@@ -1724,11 +1703,7 @@ class AttentionFunction(torch.autograd.Function):
 
 
 def attention(q, k, v, packing):
-    """Causal attention of packed sequences: q (T,H,D), k, v (T,G,D) -> (T,H,D); head h reads group h //
-    (H/G)."""
-    if len(q) != packing.total or q.shape[1] % k.shape[1]:
-        raise ValueError(f"attention: {len(q)} tokens, {q.shape[1]} query and {k.shape[1]} key heads do not "
-                         f"fit lengths that sum to {packing.total}, or groups of equal size")
+    """Causal attention of packed sequences: q (T,H,D), k, v (T,G,D) -> (T,H,D); head h reads group hG//H."""
     return AttentionFunction.apply(q, k, v, packing) if len(q) else torch.empty_like(q)
 
 
@@ -1770,8 +1745,9 @@ def paged_attention(q, cache, page_table, lengths, quantize=False):
     return (codes, scales) if quantize else o.flatten(1)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Head: log-probabilities of given tokens, and of sampled ones, by the same code
+
 
 def gumbel_reference(bits):
     """Gumbel noise of 32 random bits. The maximum is decided where the exponential e is small, so the bits'
@@ -1791,7 +1767,7 @@ def head_reference(hidden, w, inv_temp, targets=None, noise=None, seed=None, key
     -> tokens (T,) int64, logprobs (T,) FP32, lse (T,) FP32
     """
     V = len(w)
-    x = matmul_rows(hidden.float(), w.float()) * inv_temp
+    x = matmul_rows(hidden, w) * inv_temp
     tiles = F.pad(x, (0, -V % VTILE), value=-torch.inf).unflatten(1, (-1, VTILE))
     tile_top = tiles.amax(-1)
     tile_sum = (tiles - tile_top[:, :, None]).exp().sum(-1)
@@ -1950,19 +1926,6 @@ def dlogits(hidden, w, inv_temp, targets, lse, grad):
     return out
 
 
-def mm32(a, b):
-    """a @ b with an FP32 result; the GPU multiplies the BF16 operands as they are, the CPU in FP32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
-
-
-def add_mm32(out, a, b):
-    """out += a @ b in FP32, in place: the gradient of a large head is gigabytes, too much for a temporary."""
-    if a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-    else:
-        out.addmm_(a.float(), b.float())
-
-
 class TokenLogprobsFunction(torch.autograd.Function):
     CHUNK = 2048  # tokens whose gradient of logits exists at once: 0.6 GB of BF16 at V = 151,936
 
@@ -1981,17 +1944,15 @@ class TokenLogprobsFunction(torch.autograd.Function):
         for i in range(0, len(hidden), TokenLogprobsFunction.CHUNK):
             rows = slice(i, i + TokenLogprobsFunction.CHUNK)
             d = dlogits(hidden[rows], w, inv_temp, targets[rows], lse[rows], grad[rows])
-            dhidden[rows] = mm32(d, w)
-            add_mm32(ctx.head.gradient(), d.t(), hidden[rows])
+            dhidden[rows] = torch.mm(d, w, out_dtype=torch.float32) if d.is_cuda else d.float() @ w.float()
+            fp8.add_product(ctx.head.gradient(), d.t(), hidden[rows])
         return dhidden, None, None, None
 
 
 def token_logprobs(hidden, head, targets, inv_temp):
-    """log softmax(hidden head^T * inv_temp)[targets]: hidden (T,C), head Weight (V,C), targets (T,) int64
-    -> FP32 (T,).
-
-    inv_temp: FP32 (1,) on the device, 1/temperature made on the host: a product has one rounding on every
-    machine. """
+    """log softmax(hidden head^T * inv_temp)[targets]: hidden (T,C), head Weight (V,C), targets (T,) int64 ->
+    FP32 (T,). inv_temp: FP32 (1,) on the device, 1/temperature made on the host: a product is rounded once on
+    every machine."""
     return TokenLogprobsFunction.apply(hidden, head, targets, inv_temp)
 
 
@@ -1999,14 +1960,14 @@ def token_logprobs(hidden, head, targets, inv_temp):
 def sample(hidden, head, inv_temp, noise, seed, keys, positions):
     """Next tokens and their log-probabilities, with the bits of `token_logprobs`: -> (B,) int64, (B,) FP32.
 
-    hidden (B,C); noise (1,) FP32: 1, or 0 for the most likely token; seed (1,) int64; keys (B,) int64 name
-    the sequence and positions (B,) int32 the token: the noise depends on these three and the vocabulary id,
-    not on slot or batch. """
+    hidden (B,C); noise (1,) FP32: 1, or 0 for the most likely token. Seed (1,) int64, keys (B,) int64, which
+    name the sequence, positions (B,) int32 and vocabulary ids alone decide the noise."""
     return head_forward(hidden, head.data, inv_temp, None, noise, seed, keys, positions)[:2]
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Embedding
+
 
 def embed_backward_reference(dx, tokens, grad):
     """grad[tokens[t]] += dx[t] in FP32, t ascending (on a GPU index_add_ has no fixed order)."""
@@ -2016,10 +1977,8 @@ def embed_backward_reference(dx, tokens, grad):
 @jit(do_not_specialize=["T"])
 def embed_backward_kernel(dx, sorted_ids, order, grad, T,
                           C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """If sorted place i is the first of its token id: BLOCK columns of that id's whole sum.
-
-    The sort is stable, so an id's rows come in token order, ROWS at a time; each row of grad has one writer.
-    """
+    """If sorted place i is the first of its token id: BLOCK columns of that id's whole sum. The sort is
+    stable: an id's rows come in token order, ROWS at a time, and each row of grad has one writer."""
     blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
     i, col = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(sorted_ids + i)
@@ -2042,9 +2001,7 @@ def embed_backward(dx, tokens, grad):
     if not use_kernels(dx):
         return embed_backward_reference(dx, tokens, grad)
     (T, C), (ids, order) = dx.shape, tokens.sort(stable=True)
-    if T:
-        launch(embed_backward_kernel, T * triton.cdiv(C, 512), dx, ids, order, grad, T, C, 512, 16,
-               num_warps=4)
+    launch(embed_backward_kernel, T * triton.cdiv(C, 512), dx, ids, order, grad, T, C, 512, 16, num_warps=4)
 
 
 class EmbedFunction(torch.autograd.Function):
