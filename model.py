@@ -95,8 +95,7 @@ class Transformer(nn.Module):
         if kv not in KV_TYPES:
             raise ValueError(f"kv is '{kv}': choose one of {', '.join(KV_TYPES)}")
         if dtype not in (torch.bfloat16, torch.float32) or dtype != torch.bfloat16 and precision != "bf16":
-            raise ValueError(f"dtype is {dtype}: it must be torch.bfloat16, or torch.float32 with "
-                             "precision='bf16' (FP16 would overflow in models that were trained in BF16)")
+            raise ValueError(f"dtype {dtype}: BF16, or FP32 with precision='bf16' (FP16 would overflow)")
         self.config, self.precision, self.dtype, self.kv = config, precision, dtype, kv
         device = torch.device(device or "cpu")
         check_device(device, precision, config, kv)
@@ -128,8 +127,7 @@ class Transformer(nn.Module):
             raise ValueError(f"seqlens sum to {packing.total}, but there are {tokens.numel()} tokens")
         longest, most = max(packing.lengths, default=0), self.config.max_position_embeddings
         if longest > most:                # the kernels would read past the end of the RoPE table
-            raise ValueError(f"a sequence has {longest} tokens, the model takes {most} "
-                             "(max_position_embeddings)")
+            raise ValueError(f"{longest} tokens, the model takes {most} (max_position_embeddings)")
         attend = lambda q, k, v, cache: attention(q, k, v, packing).flatten(1)
         quantized = self.precision != "bf16" if caches else self.precision == "fp8"
         return self._run(tokens, packing.positions, attend, quantized, caches, slots)
@@ -222,13 +220,11 @@ def check_device(device, precision, config, kv):
     if device.type != "cuda":
         return
     if not torch.cuda.is_available():
-        raise RuntimeError("device 'cuda' was asked for, but torch sees no CUDA device: check the driver, or "
-                           "use --device=cpu")
+        raise RuntimeError("torch sees no CUDA device: check the driver, or use --device=cpu")
     major, minor = torch.cuda.get_device_capability(device)
     if (precision, kv) != ("bf16", "bf16") and (major, minor) < (8, 9):
-        raise RuntimeError("FP8 needs compute capability 8.9 or later, "
-                           f"{torch.cuda.get_device_name(device)} has {major}.{minor}: use --precision=bf16 "
-                           "--kv=bf16")
+        raise RuntimeError(f"FP8 needs compute capability 8.9, {torch.cuda.get_device_name(device)} has "
+                           f"{major}.{minor}: use --precision=bf16 --kv=bf16")
     check_head_size(config.head_dim)
 
 
@@ -358,8 +354,7 @@ class Config:
         raw = _read_json(where)
         kind = raw.get("model_type")
         if kind is None and Path(folder, "log.jsonl").exists():
-            raise ValueError(f"{folder} is the folder of a run: give one of its checkpoints, such as "
-                             f"{folder}/step-000100")
+            raise ValueError(f"{folder} holds a run: give one of its checkpoints, {folder}/step-...")
         if not isinstance(kind, str) or kind not in FAMILIES:
             raise ValueError(f"{where}: model_type {kind!r} is not supported, only {', '.join(FAMILIES)}")
         _refuse(raw, kind, where)
@@ -433,8 +428,7 @@ def _read_rope(raw, where):
         for name, value in settings.items():
             name = "rope_type" if name == "type" else name                     # an older spelling
             if value is not None and rope.setdefault(name, value) != value:
-                raise ValueError(f"{where}: {name} is {rope[name]!r} in one place and {value!r} in another: "
-                                 f"keep the right one")
+                raise ValueError(f"{where}: {name} is {rope[name]!r} in one place and {value!r} in another")
     if "rope_theta" not in rope:
         raise ValueError(f"{where}: no rope_theta, at the top or in rope_parameters: add the model's value")
     number = functools.partial(_number, rope, where=where)
@@ -446,12 +440,10 @@ def _read_rope(raw, where):
     if kind is None and not rest or kind == "default" and "mrope_section" not in rest:
         return theta, None
     if kind != "llama3":
-        raise ValueError(f"{where}: rope_type {kind!r} with {sorted(rest)} is not supported, only default "
-                         f"and llama3")
+        raise ValueError(f"{where}: rope_type {kind!r} with {sorted(rest)}: only default and llama3 are read")
     scaling = {name: number(name, kind=float) for name in ("factor", "low_freq_factor", "high_freq_factor")}
     if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise ValueError(f"{where}: low_freq_factor {scaling['low_freq_factor']} is not below "
-                         f"high_freq_factor {scaling['high_freq_factor']}")
+        raise ValueError(f"{where}: low_freq_factor is not below high_freq_factor in {scaling}")
     length = number("original_max_position_embeddings")
     return theta, {"rope_type": "llama3", **scaling, "original_max_position_embeddings": length}
 
@@ -542,8 +534,7 @@ def _find_tensors(folder):
         handle = _open_safetensors(single)
         return {name: (handle, single) for name in handle.keys()}
     if not index.exists():
-        raise FileNotFoundError(f"{folder} has neither {single.name} nor {index.name}: download it again, or "
-                                f"convert the weights (pickled .bin files are not read)")
+        raise FileNotFoundError(f"{folder} has neither {single.name} nor {index.name} (.bin is not read)")
     where = _read_json(index).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(f, str) for f in where.values()):
         raise ValueError(f"{index}: weight_map is missing, or does not map tensor names to file names")
@@ -577,19 +568,17 @@ def read_tensors(folder, config):
     for name, (file, path) in found.items():
         dtype, shape = file.get_slice(name).get_dtype(), tuple(file.get_slice(name).get_shape())
         if dtype not in DTYPES:
-            raise ValueError(f"{path}: {name} is stored as {dtype}, only {', '.join(DTYPES)} are read: take "
-                             f"an unquantized release of the model")
+            raise ValueError(f"{path}: {name} is {dtype}, not {', '.join(DTYPES)}: take unquantized weights")
         if name in expected and shape != expected[name]:
             raise ValueError(f"{path}: {name} has shape {shape}, config.json asks for {expected[name]}")
     if missing or extra:
         what, names = ("lacks", missing) if missing else ("has unexpected", extra)
         tied = " (tie_word_embeddings is false)" if missing == {head} else ""
         raise ValueError(f"{folder} {what} {len(names)} tensor(s), {', '.join(sorted(names)[:4])}{tied}: "
-                         f"config.json, the index of the weights and they themselves do not match")
+                         f"config.json, the weights and their index do not match")
     read = lambda name: found[name][0].get_tensor(name)
     if head in found and head not in expected and not torch.equal(read(head), read(embedding)):
-        raise ValueError(f"{found[head][1]}: {head} differs from {embedding} although config.json says "
-                         f"tie_word_embeddings = true: set it to false")
+        raise ValueError(f"{found[head][1]}: {head} differs from {embedding}: not tie_word_embeddings = true")
     fuse = lambda tensors: tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     return ((ours, fuse([read(name) for name, _ in pieces])) for ours, pieces in parts.items())
 
@@ -813,8 +802,7 @@ class Tokenizer:
         for token in raw.get("added_tokens") or []:
             for name in ("single_word", "lstrip", "rstrip"):
                 if token.get(name):
-                    raise ValueError(f"{self.where}: added token {token['content']!r} has {name} = true, "
-                                     f"which is not supported")
+                    raise ValueError(f"{self.where}: token {token['content']!r}: {name} is not supported")
             if not token["content"]:
                 continue
             text = self._normalize(token["content"]) if token["normalized"] else token["content"]
@@ -949,19 +937,17 @@ class Packing:
     def __init__(self, lengths, device):
         # 128 rows fill a Hopper tile (8 warps). The CPU computes whole padded tiles: 16 waste less.
         self.rows = 128 if device.type == "cuda" else 16
-        starts = F.pad(lengths.cumsum(0), (1, 0))
-        self.total, self.lengths = int(starts[-1]), lengths.tolist()
-        sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
-        positions = torch.arange(self.total) - starts[sequence]
-        count = (lengths + self.rows - 1) // self.rows
-        owner = torch.arange(len(lengths)).repeat_interleave(count)
-        first = (torch.arange(len(owner)) - (count.cumsum(0) - count)[owner]) * self.rows
-        padded = (count.cumsum(0) - count) * self.rows
-        tiles = torch.stack([starts[owner], first, lengths[owner], padded[owner]], dim=1)
+        starts, tiles, padded = [0], [], 0
+        for length in lengths:
+            tiles += [(starts[-1], first, length, padded) for first in range(0, length, self.rows)]
+            starts.append(starts[-1] + length)
+            padded += fp8.round_up(length, self.rows)
         # Causal work grows with `first`: the longest tiles start first, and the last to finish are short.
-        tiles = tiles[first.argsort(descending=True, stable=True)]
-        on_device = lambda x: to_device(x.to(torch.int32), device)
-        self.positions, self.starts, self.tiles = on_device(positions), on_device(starts), on_device(tiles)
+        tiles.sort(key=lambda tile: -tile[1])
+        on_device = lambda x: to_device(torch.as_tensor(x, dtype=torch.int32), device)
+        self.lengths, self.total, self.starts = lengths, starts[-1], on_device(starts)
+        self.positions = on_device(torch.cat([torch.arange(n) for n in (0, *lengths)]))
+        self.tiles = on_device(tiles).view(-1, 4)
 
 
 def pack(seqlens, device):
@@ -969,7 +955,7 @@ def pack(seqlens, device):
     lengths = torch.as_tensor(seqlens, dtype=torch.int64)
     if lengths.ndim != 1 or lengths.is_cuda or (len(lengths) and int(lengths.min()) < 0):
         raise ValueError(f"pack: seqlens must be a flat list of lengths >= 0, on the CPU; got {seqlens!r}")
-    return Packing(lengths, torch.device(device))
+    return Packing(lengths.tolist(), torch.device(device))
 
 
 # ------------------------------------------------------------------------------------------------------------
