@@ -949,7 +949,7 @@ def wgrad(dyt_codes, dyt_scales, xt_codes, xt_scales, out, tile=None):
 
 
 class Weight(nn.Module):
-    """One learnable tensor, as the forward pass reads it: `data` (dtype), E4M3 `codes` and `scales`, or both.
+    """A tensor to learn, as the forward pass reads it. keep: "data" (dtype), "codes" (with scales), or "both".
 
     Not an nn.Parameter: FP8 codes cannot carry a gradient, and the full-precision master belongs to the
     optimizer. The backward functions below add to `grad` (FP32, `shape`) themselves. Writes keep the
@@ -958,17 +958,11 @@ class Weight(nn.Module):
 
     def __init__(self, shape, dtype=torch.bfloat16, device=None, keep="data"):
         super().__init__()
-        if keep not in ("data", "codes", "both") or keep != "data" and len(shape) != 2:
-            raise ValueError(f"Weight({shape}, keep={keep!r}): 'data' or, of a matrix, 'codes' or 'both'")
         self.shape, self.grad = torch.Size(shape), None
-        data = codes = scales = None
-        if keep != "codes":
-            data = torch.zeros(shape, dtype=dtype, device=device)
-        if keep != "data":
-            codes = empty_codes(*shape, device).zero_()
-            scales = torch.ones([cdiv(n, BLOCK) for n in shape], dtype=torch.float32, device=device)
-        for name, buffer in (("data", data), ("codes", codes), ("scales", scales)):
-            self.register_buffer(name, buffer)
+        data, codes, blocks = keep != "codes", keep != "data", [cdiv(n, BLOCK) for n in shape]
+        self.register_buffer("data", torch.zeros(shape, dtype=dtype, device=device) if data else None)
+        self.register_buffer("codes", empty_codes(*shape, device).zero_() if codes else None)
+        self.register_buffer("scales", torch.ones(blocks, device=device) if codes else None)
 
     def write(self, full):
         """Take new values, in place. With both kept, the codes are those of the rounded data."""
@@ -1266,15 +1260,6 @@ def swiglu_backward(dy, gate_up, cols):
 # Linear layers with gradients
 
 
-def is_fp8(w, fp8):
-    """Whether a layer with weight `w` runs in FP8; None asks the weight what it keeps."""
-    fp8 = (w.data is None) if fp8 is None else fp8
-    if (w.codes if fp8 else w.data) is None:
-        raise ValueError(f"linear(fp8={fp8}) on a {tuple(w.shape)} weight that keeps no "
-                         f"{'codes' if fp8 else 'data'}: make it with Weight(keep='both')")
-    return fp8
-
-
 def forward_product(x, w, bias, fp8, dtype):
     """x W^T + bias, x being (codes, scales) when `fp8`."""
     b = None if bias is None else bias.data
@@ -1379,12 +1364,12 @@ def norm(h, delta, w, eps):
 
 def norm_linear(h, delta, norm_w, eps, w, bias=None, fp8=False):
     """-> h_new as by `norm`, y = linear(its output, w, bias) (M, N); in FP8 the norm writes codes itself."""
-    return NormLinearFunction.apply(h, delta, norm_w, eps, w, bias, is_fp8(w, fp8))
+    return NormLinearFunction.apply(h, delta, norm_w, eps, w, bias, fp8)
 
 
 def swiglu_linear(gate_up, w, fp8=False):
     """gate_up (M, 2F) -> linear(silu(gate) * up, w) (M, N); in FP8 the product goes straight to codes."""
-    return SwigluLinearFunction.apply(gate_up, w, is_fp8(w, fp8))
+    return SwigluLinearFunction.apply(gate_up, w, fp8)
 
 
 def linear(x, w, bias=None, fp8=None):
@@ -1393,8 +1378,8 @@ def linear(x, w, bias=None, fp8=None):
     In the sampler x may be row-wise (codes, scales) already; then the result is BF16.
     """
     if isinstance(x, tuple):
-        return forward_product(x, w, bias, is_fp8(w, True), torch.bfloat16)
-    return LinearFunction.apply(x, w, bias, is_fp8(w, fp8))
+        return forward_product(x, w, bias, True, torch.bfloat16)
+    return LinearFunction.apply(x, w, bias, w.data is None if fp8 is None else fp8)
 
 
 # ------------------------------------------------------------------------------------------------------------
