@@ -949,7 +949,7 @@ def wgrad(dyt_codes, dyt_scales, xt_codes, xt_scales, out, tile=None):
 
 
 class Weight(nn.Module):
-    """A tensor to learn, as the forward pass reads it. keep: "data" (dtype), "codes" (with scales), or "both".
+    """A tensor to learn, as the forward pass reads it. keep: "data" (dtype), "codes" (with scales), "both".
 
     Not an nn.Parameter: FP8 codes cannot carry a gradient, and the full-precision master belongs to the
     optimizer. The backward functions below add to `grad` (FP32, `shape`) themselves. Writes keep the

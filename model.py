@@ -458,12 +458,10 @@ def read_eos_ids(folder):
     folder, ids, turn = Path(folder), set(), []
     for path in (folder / "generation_config.json", folder / "config.json"):
         value = _read_json(path).get("eos_token_id") if path.exists() else None
-        for i in value if isinstance(value, list) else [value]:
-            if i is None:
-                continue
-            if not isinstance(i, int) or isinstance(i, bool) or i < 0:
-                raise ValueError(f"{path}: eos_token_id {value!r} holds something that is no token id")
-            ids.add(i)
+        named = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
+        if not all(type(i) is int and i >= 0 for i in named):
+            raise ValueError(f"{path}: eos_token_id {value!r} holds something that is no token id")
+        ids.update(named)
     path = folder / "tokenizer_config.json"
     token = _token_text(_read_json(path).get("eos_token")) if path.exists() else None
     if token is not None and (folder / "tokenizer.json").exists():
@@ -872,8 +870,7 @@ class Tokenizer:
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                            extensions=["jinja2.ext.loopcontrols"])
         # jinja's own filter escapes <, > and & for HTML.
-        env.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
-            value, ensure_ascii=ensure_ascii, **options)
+        env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         env.globals |= {"raise_exception": _raise_exception,
                         "strftime_now": lambda form: self.now.strftime(form)}
         return env.from_string(self.template)
