@@ -519,8 +519,8 @@ def _open_safetensors(path):
         with open(path, "rb") as file:
             pointer = file.read(8) == b"version "
         if pointer:
-            raise ValueError(f"{path} is a Git LFS pointer, not weights: run git lfs pull") from None
-        raise ValueError(f"{path} is cut off or damaged ({error}): download it again") from None
+            raise ValueError(f"{path} is a Git LFS pointer, not weights: run git lfs pull")
+        raise ValueError(f"download {path} again: cut off, or not what its header describes ({error})")
 
 
 def _find_tensors(folder):

@@ -1282,8 +1282,8 @@ TENSOR_FAULTS = {  # changes of a good set of tensors, and words of the message
     "F64": lambda w: {**w, Q: w[Q].double()},
 }
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n"
-FILE_FAULTS = {"git lfs pull": lambda data: LFS, "cut off": lambda data: data[:-100],
-               "cut off or damaged": lambda data: data[:100], "download it again": lambda data: b""}
+FILE_FAULTS = {"git lfs pull": lambda data: LFS, "its header describes": lambda data: data[:-100],
+               "cut off": lambda data: data[:100], "header too small": lambda data: b""}
 INDEX_FAULTS = {"not a file name inside the folder": lambda where: {**where, Q: "../other/a.safetensors"},
                 "q_proj": lambda where: {**where, Q: next(f for f in where.values() if f != where[Q])},
                 "q_proj.weight": lambda where: {n: f for n, f in where.items() if n != Q},
@@ -2605,7 +2605,7 @@ def test_problems_longer_than_the_context(tmp_path, paid, capsys):
 
 @pytest.mark.parametrize("fault, words", [
     ("vocabulary", "holds the id 259, but the model has 259 ids"), ("no end", "no file names an end-of-text id"),
-    ("cut off", "cut off or damaged"), ("no tokenizer", "tokenizer.json"),
+    ("cut off", "its header describes"), ("no tokenizer", "tokenizer.json"),
 ])
 def test_checkpoint_faults_before_anything_is_written(tmp_path, fault, words):
     folder, tokenizer = tmp_path / "base", Tokenizer.bytes()
