@@ -538,7 +538,7 @@ try:
 except (ImportError, AttributeError):  # no triton, or one without Gluon or with other names in it
     gluon, gl = None, tl
 
-RING = gl.constexpr(4)  # its stages, of 48 KB, in 227 KB of shared memory
+RING = gl.constexpr(4)  # stages of 48 KB, in 227 KB of shared memory
 HOPPER = "hopper"  # as the `tile` of a product: use this kernel
 gluon_jit = functools.partial(jit, compiler=gluon)
 
