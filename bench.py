@@ -29,6 +29,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -54,7 +55,8 @@ from model import (PAGE, Config, Transformer, attention, code_places, empty_cach
 from rollout import BUCKETS, Parser, Sampler, explain, pages_for
 from train import git_commit, score
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ASSETS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets")
 FP8_PEAK, BF16_PEAK = 1979e12, 989e12     # dense tensor operations a second of an H100 SXM or H200
 COLD = 150e6                              # bytes that no L2 cache holds (50 MB on an H200)
 
@@ -67,16 +69,31 @@ class Table:
     def __init__(self, section, rows, *columns, key="shape"):
         self.section, self.rows, self.columns, self.key = section, rows, columns, key
         self.commit = git_commit()
+        if "of_limit" in columns:
+            copy_rate()                          # measured now, so that its line stays out of the table
         print(f"\n{section:18} {key:34} " + " ".join(f"{c:>9}" for c in columns))
 
     def add(self, case, where, **values):
         """One row. Values under `columns` are printed, all are kept; None stands for not measured."""
-        values = {name: value for name, value in values.items() if value is not None}
-        row = {"section": self.section, "case": case, self.key: where, "commit": self.commit, **values}
+        row = {"section": self.section, "case": case, self.key: where, "commit": self.commit}
+        row |= {name: value for name, value in values.items() if value is not None}
+        if "x_bf16" in self.columns and "tok_per_s" in row:    # over the same work in BF16, if it ran
+            for base in [*self.rows, row]:
+                if (all(base.get(k) == row[k] for k in ("section", "case", self.key))
+                        and base["precision"] == base.get("kv", "bf16") == "bf16"):
+                    row["x_bf16"] = row["tok_per_s"] / base["tok_per_s"]
         self.rows.append(row)
         cells = " ".join(f"{show(row.get(c)):>{max(9, len(c))}}" for c in self.columns)
         print(f"{case:18} {where:34} {cells}", flush=True)
 
+    def add_times(self, case, where, times, limit, flops=None, bytes_moved=None, **values):
+        """One row of {name: (us, spread)}, "ours" among them; `limit` is the least time possible, in us."""
+        us, spread = times["ours"]
+        others = {name: other for name, (other, _) in times.items() if name != "ours"}
+        self.add(case, where, us=us, tflops=flops and flops / us / 1e6,
+                 tb_per_s=bytes_moved and bytes_moved / us / 1e6, of_limit=limit / us, spread=spread,
+                 **{f"x_{name}": other / us for name, other in others.items()},
+                 **{f"{name}_us": other for name, other in others.items()}, **values)
 
     def means(self):
         """One more row for each case: the geometric means of its ratios."""
@@ -85,10 +102,10 @@ class Table:
             if row["section"] == self.section:
                 cases.setdefault(row["case"], []).append(row)
         for case, rows in cases.items():
-            ratios = {name: [row[name] for row in rows if name in row]
+            ratios = {name: [math.log(row[name]) for row in rows if name in row]
                       for name in self.columns if name.startswith("x_")}
             self.add(case, "geometric mean",
-                     **{name: math.exp(sum(map(math.log, x)) / len(x)) for name, x in ratios.items() if x})
+                     **{name: math.exp(sum(x) / len(x)) for name, x in ratios.items() if x})
 
 
 def show(value):
@@ -103,28 +120,23 @@ def show(value):
 
 def machine():
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)"
-    triton = fp8.triton.__version__ if fp8.triton else "absent"
-    command = " ".join(["python", *sys.argv])
-    versions = {"torch": torch.__version__, "triton": triton}
-    if deep_gemm():
-        versions["deep_gemm"] = deep_gemm().__version__
-    return {"gpu": name, **versions, "command": command}
+    packages = {"torch": torch, "triton": fp8.triton, "deep_gemm": optional("deep_gemm")}
+    versions = {name: package.__version__ for name, package in packages.items() if package}
+    return {"gpu": name, **versions, "command": " ".join(["python", *sys.argv])}
 
 
 note = functools.cache(print)                    # each message once
 
 
 @functools.cache
-def deep_gemm():
-    """The package DeepGEMM, or None: nothing here needs it, but it is the one to compare with."""
+def optional(name):
+    """A package to compare with, which nothing here needs, or None."""
     try:
-        import deep_gemm
-        return deep_gemm
+        return importlib.import_module(name)
     except ImportError:
         return None
     except (OSError, RuntimeError) as error:     # installed, but its libraries or its compiler are not found
-        note(f"note: deep_gemm cannot be loaded: {str(error).strip().splitlines()[0][:150]}")
-        return None
+        note(f"note: {name} cannot be loaded: {str(error).strip().splitlines()[0][:150]}")
 
 
 def read_results(path):
@@ -156,11 +168,6 @@ def merge(path, rows):
 
 
 # ---- timing ------------------------------------------------------------------------------------------------
-
-
-def measure(calls, graph=True, budget_s=0.1):
-    """Microseconds of one call and their spread, as by `compare`."""
-    return compare({"": calls}, graph, budget_s)[""]
 
 
 def compare(contenders, graph=True, budget_s=0.1):
@@ -212,6 +219,22 @@ def middle(x):
     return x[len(x) // 2], (x[round(0.9 * n)] - x[round(0.1 * n)]) / x[len(x) // 2]
 
 
+def timed(parts, repeats=3):
+    """Seconds of each of the callables `parts`, which run in turn: the median of some runs, gaps included."""
+    runs = []
+    for _ in range(1 + repeats):                     # the first run compiles and takes its memory
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(100_000)                   # the first launch is no part of it
+        events[0].record()
+        for part, event in zip(parts, events[1:]):
+            part()
+            event.record()
+        events[-1].synchronize()
+        runs.append([a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])])
+    return [middle(x)[0] for x in zip(*runs[1:])]
+
+
 def compile_ahead(calls):
     """Runs each call once, side by side: a kernel takes one core a second to compile, and there are many."""
     began = time.time()
@@ -222,25 +245,29 @@ def compile_ahead(calls):
     print(f"kernels compiled in {time.time() - began:.0f} s")
 
 
-def allowed(library, call):
-    """What `call` returns, or None where the library refuses: an empty column, and the reason printed."""
-    try:
-        return call()
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        note(f"note: {library} is not measured everywhere: {str(error).strip().splitlines()[0][:150]}")
-        return None
+def checked(what, contenders, tolerance):
+    """`contenders`, less those that refuse. A kernel is only worth timing if it computes the same thing.
 
-
-def over(theirs, ours):
-    return None if theirs is None else theirs / ours
-
-
-def check_close(what, got, want, tolerance):
-    """A kernel is only worth timing if it computes the same thing; NaN fails too."""
-    error = ((got.float() - want.float()).norm() / want.float().norm()).item()
-    if not error <= tolerance:
-        raise RuntimeError(f"{what}: relative difference {error:.2e} from the reference, "
-                           f"expected <= {tolerance:.0e}")
+    The first call of each returns one tensor or several, with a relative difference from ours of at most
+    `tolerance`, a number or {name: number}; NaN fails too.
+    """
+    several = lambda x: [x] if isinstance(x, torch.Tensor) else x
+    wants, kept = several(contenders["ours"][0]()), {"ours": contenders["ours"]}
+    for name in [name for name in contenders if name != "ours"]:
+        try:
+            found = several(contenders[name][0]())
+        except (RuntimeError, ValueError, NotImplementedError) as error:       # an empty column
+            note(f"note: {name} is not measured everywhere: {str(error).strip().splitlines()[0][:150]}")
+            continue
+        limit = tolerance[name] if isinstance(tolerance, dict) else tolerance
+        for got, want in zip(found, wants):
+            got, want = got.float().flatten(), want.float().flatten()
+            error = ((got - want).norm() / want.norm()).item()
+            if not error <= limit:
+                raise RuntimeError(f"{what}: {name}: relative difference {error:.2e} from ours, "
+                                   f"expected <= {limit:.0e}")
+        kept[name] = contenders[name]
+    return kept
 
 
 @functools.cache
@@ -250,19 +277,50 @@ def copy_rate():
     By a kernel, not by copy_: in a graph that is a memcpy node, which from 512 MiB on runs at 2.7 TB/s on an
     H200, where a kernel reaches 4.2 or more.
     """
-    source = torch.randn(2**30, dtype=torch.bfloat16, device="cuda")          # 2 GiB
+    source = torch.randn(2**30, dtype=torch.bfloat16, device=DEVICE)          # 2 GiB
     target = torch.empty_like(source)
-    rate = 2 * source.nbytes / (measure([lambda: torch.mul(source, 1, out=target)])[0] * 1e-6)
+    us, _ = compare({"copy": [lambda: torch.mul(source, 1, out=target)]})["copy"]
+    rate = 2 * source.nbytes / us * 1e6
     print(f"copy rate of this GPU: {rate / 1e12:.2f} TB/s")
     return rate
 
 
-def limit_us(bytes_moved, flops=0, peak=BF16_PEAK):
-    return max(bytes_moved / copy_rate(), flops / peak) * 1e6
+def limit_us(bytes_moved=0, flops=0, peak=BF16_PEAK):
+    """The least time of a kernel that moves so many bytes and computes so much, in microseconds."""
+    return max(bytes_moved and bytes_moved / copy_rate(), flops / peak) * 1e6
 
 
 def randn(*shape, grad=False):
-    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda", requires_grad=grad)
+    return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE, requires_grad=grad)
+
+
+# ---- Qwen3: the shapes of all that follows -----------------------------------------------------------------
+
+# hidden size, query heads, MLP width, layers; 8 key/value heads of 128 everywhere
+QWEN3 = {"0.6B": (1024, 16, 3072, 28), "1.7B": (2048, 16, 6144, 28), "4B": (2560, 32, 9728, 36),
+         "8B": (4096, 32, 12288, 36)}
+WHOLE = "1.7B", "4B", "8B"                # sizes of the sections that run whole models
+VOCAB = 151936
+
+
+def layer_shapes(size):
+    """{layer: (N, K)}: output and input features of the four matrices of a block."""
+    C, H, width, _ = QWEN3[size]
+    return {"qkv": ((H + 16) * 128, C), "o": (C, H * 128), "gate_up": (2 * width, C), "down": (C, width)}
+
+
+def random_model(size, precision, kv="bf16", **changes):
+    """Random weights, the same in every precision, made on the GPU; the head is untied at 8B only."""
+    C, H, width, layers = QWEN3[size]
+    sizes = dict(vocab_size=VOCAB, hidden_size=C, intermediate_size=width, num_hidden_layers=layers,
+                 num_attention_heads=H, num_key_value_heads=8, head_dim=128, max_position_embeddings=20480,
+                 model_type="qwen3", rope_theta=1e6, tie_word_embeddings=size != "8B", eos_token_id=[0])
+    torch.cuda.empty_cache()
+    model = Transformer(Config(**sizes | changes), precision, DEVICE, seed=None, kv=kv)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, device=DEVICE, generator=generator)
+    return model.load((name, 0.02 * draw(*w.shape) if len(w.shape) == 2 else 1 + 0.1 * draw(*w.shape))
+                      for name, w in model.weights().items())
 
 
 # ---- exact: the sampler's log-probs and the trainer's, as 32 bits ------------------------------------------
@@ -283,7 +341,7 @@ EXACT_LONG = (16, 24, 16384, 700)        # for the last model alone: 16k tokens 
 EXACT_QUICK = [(1, 3, 20, 70), (7, 12, 80, 70)]
 
 
-def exact_model(name, precision, kv, device, seed):
+def exact_model(name, precision, kv, seed):
     """Weights that are not Gaussian: a quarter of the 128x128 blocks is scaled by 2^-12 .. 2^8, some are 0.
 
     Each band of 128 output rows is then brought to a size of its own, within 2^6: no band drowns the others.
@@ -292,7 +350,7 @@ def exact_model(name, precision, kv, device, seed):
     config = Config(vocab_size=2000, hidden_size=hidden, intermediate_size=width, num_hidden_layers=2,
                     num_attention_heads=H, num_key_value_heads=G, head_dim=D, max_position_embeddings=17408,
                     model_type=family, rope_theta=1e4, tie_word_embeddings=tied)
-    model = Transformer(config, precision, device, seed=None, kv=kv)
+    model = Transformer(config, precision, DEVICE, seed=None, kv=kv)
     generator = torch.Generator().manual_seed(seed)
     widen = lambda x, shape: x.repeat_interleave(128, 0)[:shape[0]].repeat_interleave(128, 1)[:, :shape[1]]
 
@@ -376,31 +434,24 @@ def exact_case(table, name, model, batch):
     sequences = [(prompts[i // 3], tokens) for i, tokens in enumerate(out.tokens)]
     sampler.release()
 
-    inv_temp = torch.full((1,), 1 / temperature, device=model.head.data.device)
-    order, scores, pending, size = list(range(completions)), {}, [], 0
-    rng.shuffle(order)
-    for at, i in enumerate(order):
-        pending.append(i)
-        size += sum(map(len, sequences[i]))
-        if size > 16384 or at == completions - 1:                    # a micro-batch of the trainer
-            with torch.no_grad():
-                logprobs = score(model, [sequences[j] for j in pending], inv_temp).cpu()
-            scores |= zip(pending, logprobs.split([len(sequences[j][1]) for j in pending]))
-            pending, size = [], 0
-    gap = grpo.mismatch(torch.cat(out.logprobs), torch.cat([scores[i] for i in range(completions)]))
+    inv_temp = torch.full((1,), 1 / temperature, device=DEVICE)
+    order = rng.sample(range(completions), completions)
+    with torch.no_grad():
+        theirs = [score(model, micro, inv_temp).cpu()
+                  for micro in train.micro_batches([sequences[i] for i in order], 16384)]
+    gap = grpo.mismatch(torch.cat([out.logprobs[i] for i in order]), torch.cat(theirs))
     fp8_flow = model.precision == "fp8"          # only there prefill and decode are promised to agree
     pages, bad_pages = compare_pages(model, sampler.seen, sequences) if fp8_flow else (None, None)
     table.add(f"{slots} slots", name, precision=model.precision, kv=model.kv, tokens=out.n_tokens,
               differing=int(gap["differing_tokens"]), share=float(gap["differing"]),
-              pages=pages, pages_differing=bad_pages, mean_dlogp=float(gap["mean_dlogp"]),
-              max_dlogp=float(gap["max_dlogp"]), longest=max(map(len, out.tokens)),
+              mean_dlogp=float(gap["mean_dlogp"]), max_dlogp=float(gap["max_dlogp"]),
+              pages=pages, pages_differing=bad_pages, longest=max(map(len, out.tokens)),
               preemptions=out.preemptions, seconds=time.time() - began)
 
 
 def exact(rows, quick):
     """All models in fp8 at all batch sizes, the last also at length and with FP8 KV; then one in the other
     precisions, for contrast."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     table = Table("exact", rows, "precision", "kv", "tokens", "differing", "pages", "pages_differing",
                   "mean_dlogp", "max_dlogp", "longest", "preemptions", "seconds", key="model")
     batches, models = (EXACT_QUICK, list(EXACT_MODELS)[:2]) if quick else (EXACT_BATCHES, list(EXACT_MODELS))
@@ -408,7 +459,7 @@ def exact(rows, quick):
     runs += [(models[-1], "fp8", kv, batches + [EXACT_LONG] * (not quick)) for kv in ("bf16", "fp8")]
     runs += [(models[0], precision, "bf16", batches[-2:-1]) for precision in ("fp8-rollout", "bf16")]
     for seed, (name, precision, kv, cases) in enumerate(runs):
-        model = exact_model(name, precision, kv, device, seed if precision == "fp8" else 0)
+        model = exact_model(name, precision, kv, seed if precision == "fp8" else 0)
         for batch in cases:
             exact_case(table, name, model, batch)
     ours = [r for r in rows if r["section"] == "exact" and r["precision"] == "fp8"]
@@ -417,16 +468,6 @@ def exact(rows, quick):
 
 
 # ---- gemm: the three products, and decode ------------------------------------------------------------------
-
-# Qwen3: (hidden, query heads, MLP width); 8 key/value heads of 128 everywhere.
-QWEN3 = {"0.6B": (1024, 16, 3072), "1.7B": (2048, 16, 6144), "4B": (2560, 32, 9728), "8B": (4096, 32, 12288)}
-
-
-def layer_shapes(size):
-    """{layer: (N, K)}: output and input features of the four matrices of a block."""
-    C, H, width = QWEN3[size]
-    return {"qkv": ((H + 16) * 128, C), "o": (C, H * 128), "gate_up": (2 * width, C), "down": (C, width)}
-
 
 def cublaslt(a, scale_a, b, scale_b, blocks):
     """A call of cuBLASLt's blockwise product a b^T on our codes and scales; None if torch has no scaled_mm.
@@ -444,16 +485,14 @@ def cublaslt(a, scale_a, b, scale_b, blocks):
 
 def deepgemm(a, scale_a, b, scale_b, blocks):
     """The same by DeepGEMM, None without the package. Without `blocks` it adds to FP32, as WGrad wants it."""
-    if not deep_gemm():
+    if not optional("deep_gemm"):
         return None
-    if blocks:
-        out = torch.empty(len(a), len(b), dtype=torch.bfloat16, device=a.device)
-        options = {}
-    else:
-        out, scale_b = torch.zeros(len(a), len(b), device=a.device), scale_b.t()
-        options = {"c": out, "recipe": (1, 1, 128)}
-    left, right = (a, scale_a.t()), (b, scale_b)
-    return lambda: (deep_gemm().fp8_gemm_nt(left, right, out, **options), out)[1]
+    dtype, options = torch.bfloat16 if blocks else torch.float32, {}
+    out = torch.zeros(len(a), len(b), dtype=dtype, device=DEVICE)
+    if not blocks:
+        scale_b, options = scale_b.t(), {"c": out, "recipe": (1, 1, 128)}
+    run, left, right = optional("deep_gemm").fp8_gemm_nt, (a, scale_a.t()), (b, scale_b)
+    return lambda: (run(left, right, out, **options), out)[1]
 
 
 def plain_tile(M):
@@ -487,7 +526,7 @@ def dgrad_calls(M, N, K):
 
 def wgrad_calls(M, N, K):
     """Ours and DeepGEMM add to an FP32 gradient (8 bytes an element move), cuBLAS writes BF16 (2 bytes)."""
-    dy, x, out = randn(M, N), randn(M, K), torch.zeros(N, K, device="cuda")
+    dy, x, out = randn(M, N), randn(M, K), torch.zeros(N, K, device=DEVICE)
     (dc, ds), (xc, xs) = fp8.quantize_cols(dy), fp8.quantize_cols(x)
     plain = torch.zeros_like(out)
     return {"ours": lambda: (fp8.wgrad(dc, ds, xc, xs, out), out)[1],
@@ -509,24 +548,12 @@ def gemm_row(table, case, where, M, N, K):
     # All three matrices once at a byte an element, and what the result has more: FP32 in and out, or BF16.
     bytes_moved = M * (N + K) + N * K + {"wgrad": 7 * N * K, "dgrad": M * K}.get(case, M * N)
     sets = [PRODUCTS[case](M, N, K) for _ in range(max(2, math.ceil(COLD / bytes_moved)))]
-    want, correct = sets[0]["ours"](), {}
-    for name, tolerance in OTHERS.items():
-        got = allowed(name, sets[0][name]) if sets[0].get(name) else None
-        if got is not None:
-            check_close(f"{case} {where}: {name}", got, want, tolerance)
-            correct[name] = [s[name] for s in sets]
-    del want, got
-    times = compare({"ours": [s["ours"] for s in sets], **correct})
-    ours, spread = times.pop("ours")
-    us = {name: t for name, (t, _) in times.items()}
-    table.add(case, where, us=ours, tflops=flops / ours / 1e6, tb_per_s=bytes_moved / ours / 1e6,
-              of_limit=limit_us(bytes_moved, flops, FP8_PEAK) / ours, spread=spread,
-              **{f"x_{name}": time / ours for name, time in us.items()},
-              **{f"{name}_us": time for name, time in us.items()})
+    contenders = {name: [calls[name] for calls in sets] for name, call in sets[0].items() if call}
+    times = compare(checked(f"{case} {where}", contenders, OTHERS))
+    table.add_times(case, where, times, limit_us(bytes_moved, flops, FP8_PEAK), flops, bytes_moved)
 
 
 def gemm(rows, quick):
-    copy_rate()
     table = Table("gemm", rows, "us", "tflops", "tb_per_s", "of_limit",
                   *(f"x_{name}" for name in OTHERS), "spread")
     shapes = []
@@ -552,9 +579,9 @@ def gemm(rows, quick):
 def quant_cases(M, C, width):
     """{case: (shape, bytes moved an element, maker of a call on fresh memory)}; a scale is 4 bytes for 128
     values."""
-    w, scale = fp8.Weight((C,), device="cuda"), 4 / 128
+    w, scale = fp8.Weight((C,), device=DEVICE), 4 / 128
     w.write(torch.rand(C) + 0.5)
-    rstd = torch.rand(M, device="cuda") + 0.5
+    rstd = torch.rand(M, device=DEVICE) + 0.5
     on = lambda f, *shapes: lambda: functools.partial(f, *(randn(*s) for s in shapes))
 
     def transpose():
@@ -579,16 +606,15 @@ def quant_cases(M, C, width):
 
 
 def quant(rows, quick):
-    copy_rate()
     table = Table("quant", rows, "us", "tb_per_s", "of_limit", "spread")
     cases = [(size, *case) for size in (["8B"] if quick else QWEN3)
              for case in quant_cases(8192, QWEN3[size][0], QWEN3[size][2]).items()]
     compile_ahead([lambda make=make: make()() for _, _, (_, _, make) in cases])
     for size, case, (shape, per_element, make) in cases:
         bytes_moved = math.prod(shape) * per_element
-        us, spread = measure([make() for _ in range(max(1, min(8, math.ceil(2 * COLD / bytes_moved))))])
-        table.add(case, f"{size} {shape[0]} x {shape[1]}", us=us, tb_per_s=bytes_moved / us / 1e6,
-                  of_limit=limit_us(bytes_moved) / us, spread=spread)
+        calls = [make() for _ in range(max(1, min(8, math.ceil(2 * COLD / bytes_moved))))]
+        table.add_times(case, f"{size} {shape[0]} x {shape[1]}", compare({"ours": calls}),
+                        limit_us(bytes_moved), bytes_moved=bytes_moved)
 
 
 # ---- block: one layer of Qwen3, forward and backward, quantization included --------------------------------
@@ -624,54 +650,34 @@ def torch_block(model, S, backend):
     return run, tuple(w.values())
 
 
-def block_model(size, precision):
-    """One layer of that size, with random weights that are the same in every precision."""
-    C, H, width = QWEN3[size]
-    config = Config(vocab_size=128, hidden_size=C, intermediate_size=width, num_hidden_layers=1,
-                    num_attention_heads=H, num_key_value_heads=8, head_dim=128, max_position_embeddings=1024,
-                    model_type="qwen3", rope_theta=1e6, tie_word_embeddings=True)
-    model, generator = Transformer(config, precision, "cuda", seed=None), torch.Generator("cuda")
-    generator.manual_seed(0)
-    draw = lambda shape: torch.randn(shape, device="cuda", generator=generator)
-    return model.load((name, draw(w.shape) * (0.02 if len(w.shape) == 2 else 0.1) + (len(w.shape) == 1))
-                      for name, w in model.weights().items())
+def block_models(size):
+    return {precision: random_model(size, precision, num_hidden_layers=1, vocab_size=128)
+            for precision in ("fp8", "bf16")}
 
 
 def block_row(table, size, S, T):
-    models = {precision: block_model(size, precision) for precision in ("fp8", "bf16")}
-    C, H, _ = QWEN3[size]
+    models, (C, H, _, _) = block_models(size), QWEN3[size]
     h, delta = randn(T, C, grad=True), randn(T, C, grad=True)
-    grads, packing = (randn(T, C), randn(T, C)), pack([S] * (T // S), h.device)
-    blocks = {name: (our_block(model, packing), ()) for name, model in models.items()}
-    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
-        blocks[name] = torch_block(models["bf16"], S, backend)
+    grads, packing = (randn(T, C), randn(T, C)), pack([S] * (T // S), DEVICE)
+    blocks = {"ours": (our_block(models["fp8"], packing), ()),
+              "bf16": (our_block(models["bf16"], packing), ()),
+              "flash": torch_block(models["bf16"], S, SDPBackend.FLASH_ATTENTION),
+              "cudnn": torch_block(models["bf16"], S, SDPBackend.CUDNN_ATTENTION)}
     both = lambda run, leaves: torch.autograd.grad(run(h, delta), (h, delta, *leaves), grads)
 
-    results = {}
-    with torch.no_grad():
-        for name, (run, _) in blocks.items():
-            results[name] = allowed(f"torch with {name} attention", lambda: run(h, delta))
-    blocks = {name: blocks[name] for name, got in results.items() if got}
-    for name in blocks:                                # the residual stream, and what the MLP adds to it
-        for got, want in zip(results[name], results["bf16"]):
-            check_close(f"block {size}: {name}", got, want, 0.1)
-
+    with torch.no_grad():                              # the residual stream, and what the MLP adds to it
+        calls = {name: [functools.partial(run, h, delta)] for name, (run, _) in blocks.items()}
+        calls = checked(f"block {size}", calls, 0.1)
+        forward = compare(calls, graph=False, budget_s=0.2)
+    step = compare({name: [functools.partial(both, *blocks[name])] for name in calls}, False, budget_s=0.2)
     products = 2 * T * sum(N * K for N, K in layer_shapes(size).values())
     scores = 2 * T * S * H * 128                       # as in attention_rows
-    with torch.no_grad():
-        forward = compare({name: [functools.partial(run, h, delta)] for name, (run, _) in blocks.items()},
-                          graph=False, budget_s=0.2)
-    step = compare({name: [functools.partial(both, *pair)] for name, pair in blocks.items()},
-                   graph=False, budget_s=0.2)
     for case, times, p, a in ("forward", forward, 1, 1), ("forward+backward", step, 3, 3.5):
-        us, spread = times.pop("fp8")
-        others = {name: t for name, (t, _) in times.items()}
-        in_torch = [others[name] for name in ("flash", "cudnn") if name in others]
-        table.add(case, f"{size}, {T // S} x {S} tokens", us=us,
-                  tflops=(p * products + a * scores) / us / 1e6,
-                  of_limit=(p * products / FP8_PEAK + a * scores / BF16_PEAK) * 1e6 / us,
-                  x_bf16=others["bf16"] / us, x_torch=min(in_torch) / us if in_torch else None, spread=spread,
-                  **{f"{name}_us": t for name, t in others.items()})
+        in_torch = [times[name] for name in ("flash", "cudnn") if name in times]
+        if in_torch:
+            times["torch"] = min(in_torch)
+        limit = limit_us(flops=p * products, peak=FP8_PEAK) + limit_us(flops=a * scores)
+        table.add_times(case, f"{size}, {T // S} x {S} tokens", times, limit, p * products + a * scores)
 
 
 def block(rows, quick):
@@ -679,7 +685,7 @@ def block(rows, quick):
     sizes, S, T = (["8B"] if quick else list(QWEN3)), 1024, 8192
 
     def compile_one(size, precision):
-        run = our_block(block_model(size, precision), pack([S] * (T // S), "cuda"))
+        run = our_block(block_models(size)[precision], pack([S] * (T // S), DEVICE))
         h, delta = randn(T, QWEN3[size][0], grad=True), randn(T, QWEN3[size][0], grad=True)
         with torch.autograd.set_multithreading_enabled(False):       # the backward pass in this very thread
             torch.autograd.grad(run(h, delta), (h, delta), (randn(*h.shape), randn(*h.shape)))
@@ -694,7 +700,7 @@ def block(rows, quick):
 
 def our_adamw(start):
     """{name: first FP32 values} -> AdamW over FP8 weights, with random gradients."""
-    weights = {name: fp8.Weight(x.shape, device="cuda", keep="codes") for name, x in start.items()}
+    weights = {name: fp8.Weight(x.shape, device=DEVICE, keep="codes") for name, x in start.items()}
     ours = fp8.AdamW(weights, (0.9, 0.95), 1e-8, 0.1, lambda name: True)
     ours.load(start.items())
     ours.grads.normal_()
@@ -702,7 +708,7 @@ def our_adamw(start):
 
 
 def layer_matrices(size):
-    return {name: torch.randn(shape, device="cuda") * 0.02 for name, shape in layer_shapes(size).items()}
+    return {name: torch.randn(shape, device=DEVICE) * 0.02 for name, shape in layer_shapes(size).items()}
 
 
 def optimizer_row(table, size):
@@ -714,25 +720,25 @@ def optimizer_row(table, size):
     for w, p in zip(ours.weights.values(), parameters):
         p.grad = w.grad.clone()
 
+    def together():
+        ours.step(1e-4, 1.0)
+        return list(ours.master.values())
+
     def separate():
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         theirs.step()
         for p, out in zip(parameters, codes):
             fp8.quantize_blocks(p.detach(), out=out)
         theirs.zero_grad(set_to_none=False)
-    ours.step(1e-4, 1.0), separate()
-    for name, p in zip(start, parameters):
-        check_close(f"AdamW {size} {name}", ours.master[name], p.detach(), 1e-6)
-    times = compare({"ours": [lambda: ours.step(1e-4, 1.0)], "torch": [separate]}, graph=False)
-    (us, spread), (torch_us, _) = times["ours"], times["torch"]
+        return [p.detach() for p in parameters]
     # Gradient: read for its norm and for the update, then cleared. Master, moments: read, written. Codes.
     bytes_moved = 37 * sum(p.numel() for p in parameters)
-    table.add("adamw", f"{size}, one layer", us=us, tb_per_s=bytes_moved / us / 1e6,
-              of_limit=limit_us(bytes_moved) / us, x_torch=torch_us / us, torch_us=torch_us, spread=spread)
+    contenders = checked(f"AdamW {size}", {"ours": [together], "torch": [separate]}, 1e-6)
+    table.add_times("adamw", f"{size}, one layer", compare(contenders, graph=False), limit_us(bytes_moved),
+                    bytes_moved=bytes_moved)
 
 
 def optimizer(rows, quick):
-    copy_rate()
     table = Table("optimizer", rows, "us", "tb_per_s", "of_limit", "x_torch", "spread")
     sizes = ["8B"] if quick else list(QWEN3)
     compile_ahead([lambda size=size: our_adamw(layer_matrices(size)).step(1e-4, 1.0) for size in sizes])
@@ -771,54 +777,42 @@ def attention_rows(table, S, T, H, G, D):
     run = {"ours": lambda: attention(q, k, v, packing),
            "sdpa": lambda: sdpa(*batched, SDPBackend.FLASH_ATTENTION),
            "cudnn": lambda: sdpa(*batched, SDPBackend.CUDNN_ATTENTION)}
-    outputs = {"ours": run["ours"]()}
+    flops = 2 * T * S * H * D                # two products of T x S/2 scores: the causal half
+    with torch.no_grad():
+        forward = checked(f"attention {where}", {name: [call] for name, call in run.items()}, 0.02)
+        table.add_times("forward", where, compare(forward), limit_us(flops=flops), flops)
+    outputs = {name: run[name]() for name in forward}
 
     def gradient(name):
-        o = outputs[name]
-        inputs = (q, k, v) if name == "ours" else batched
+        o, inputs = outputs[name], (q, k, v) if name == "ours" else batched
         return torch.autograd.grad(o, inputs, do.view(o.shape), retain_graph=True)
 
     def ordered():
         with deterministic():
             return gradient("sdpa")
-
-    for name in ("sdpa", "cudnn"):
-        outputs[name] = allowed(name, run[name])
-        if outputs[name] is None:
-            del outputs[name]
-            continue
-        for mine, theirs in zip((outputs["ours"], *gradient("ours")), (outputs[name], *gradient(name))):
-            check_close(f"attention {where}: {name}", theirs.reshape(mine.shape), mine, 0.02)
-
-    with torch.no_grad():
-        forward = compare({name: [run[name]] for name in outputs})
-    backward = {name: [functools.partial(gradient, name)] for name in outputs}
-    if "sdpa" in outputs:
+    backward = {name: [functools.partial(gradient, name)] for name in forward}
+    if "sdpa" in forward:
         backward["sdpa_deterministic"] = [ordered]
-    flops = 2 * T * S * H * D                # two products of T x S/2 scores: the causal half
-    for case, times, work in ("forward", forward, 1), ("backward", compare(backward, graph=False), 2.5):
-        us, spread = times.pop("ours")
-        table.add(case, where, us=us, tflops=work * flops / us / 1e6,
-                  of_limit=work * flops / BF16_PEAK * 1e6 / us, spread=spread,
-                  **{f"x_{name}": t / us for name, (t, _) in times.items()})
+    backward = checked(f"attention backward {where}", backward, 0.02)
+    table.add_times("backward", where, compare(backward, graph=False), limit_us(flops=2.5 * flops),
+                    2.5 * flops)
 
 
 def paged_row(table, B, length, H, G, D, fp8_kv=False):
     """One decode step of B sequences over shuffled pages, against the bytes of their keys and values."""
     each = -(-length // PAGE)
-    cache = empty_cache(B * each, G, D, fp8_kv, torch.bfloat16, "cuda")
+    cache = empty_cache(B * each, G, D, fp8_kv, torch.bfloat16, DEVICE)
     for x in cache:
         x.copy_(randn(*x.shape))
-    pages = torch.randperm(B * each, device="cuda").int().view(B, each)
-    lengths, q = torch.full((B,), length, dtype=torch.int32, device="cuda"), randn(B, H, D)
-    us, spread = measure([lambda: paged_attention(q, cache, pages, lengths)])
+    pages = torch.randperm(B * each, device=DEVICE).int().view(B, each)
+    lengths, q = torch.full((B,), length, dtype=torch.int32, device=DEVICE), randn(B, H, D)
     bytes_moved = sum(x.nbytes for x in cache) + 4 * B * H * D
-    table.add("decode", f"{B} x {length}, heads {H}/{G} x {D}", kv="fp8" if fp8_kv else "bf16", us=us,
-              tb_per_s=bytes_moved / us / 1e6, of_limit=limit_us(bytes_moved) / us, spread=spread)
+    times = compare({"ours": [lambda: paged_attention(q, cache, pages, lengths)]})
+    table.add_times("decode", f"{B} x {length}, heads {H}/{G} x {D}", times, limit_us(bytes_moved),
+                    bytes_moved=bytes_moved, kv="fp8" if fp8_kv else "bf16")
 
 
 def attention_section(rows, quick):
-    copy_rate()
     table = Table("attention", rows, "kv", "us", "tflops", "tb_per_s", "of_limit", "x_sdpa",
                   "x_sdpa_deterministic", "x_cudnn", "spread")
     for S in [4096] if quick else [1024, 4096, 16384]:
@@ -845,57 +839,39 @@ def chunked_cross_entropy(hidden, w, targets, backward):
 
 
 def head_rows(table, T, C, V):
-    weight = fp8.Weight((V, C), device="cuda")
-    weight.write(torch.randn(V, C, device="cuda") * C ** -0.5)
-    hidden, targets = randn(T, C, grad=True), torch.randint(V, (T,), device="cuda")
+    weight = fp8.Weight((V, C), device=DEVICE)
+    weight.write(torch.randn(V, C, device=DEVICE) * C ** -0.5)
+    hidden, targets = randn(T, C, grad=True), torch.randint(V, (T,), device=DEVICE)
     w, where = weight.data.detach().requires_grad_(), f"{T} tokens, C{C} V{V}"
-    inv_temp, grad = torch.ones(1, device="cuda"), torch.ones(T, device="cuda")
+    inv_temp, grad = torch.ones(1, device=DEVICE), torch.ones(T, device=DEVICE)
     ours = lambda: token_logprobs(hidden, weight, targets, inv_temp)
-    check_close(f"log-probs {where}", ours(), chunked_cross_entropy(hidden, w, targets, False), 0.01)
     flops = 2 * T * C * V
     theirs = lambda backward: [lambda: chunked_cross_entropy(hidden, w, targets, backward)]
     with torch.no_grad():
-        forward = compare({"ours": [ours], "torch": theirs(False)})
+        forward = compare(checked(f"log-probs {where}", {"ours": [ours], "torch": theirs(False)}, 0.01))
     # Ours forms the logits twice, theirs once: the operations counted are the three products that are needed.
     ours_too = [lambda: torch.autograd.grad(ours(), hidden, grad)]
-    step = compare({"ours": ours_too, "torch": theirs(True)}, False)
-    for case, times, products in ("forward", forward, 1), ("forward+backward", step, 3):
-        us, spread = times["ours"]
-        table.add(case, where, us=us, tflops=products * flops / us / 1e6,
-                  of_limit=products * flops / BF16_PEAK * 1e6 / us, x_torch=times["torch"][0] / us,
-                  spread=spread)
-    noise, seed = torch.ones(1, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    step = compare({"ours": ours_too, "torch": theirs(True)}, graph=False)
+    table.add_times("forward", where, forward, limit_us(flops=flops), flops)
+    table.add_times("forward+backward", where, step, limit_us(flops=3 * flops), 3 * flops)
+    noise, seed = torch.ones(1, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     for B in (64, 256):
-        x, keys = hidden[:B].detach(), torch.arange(B, device="cuda")
+        x, keys = hidden[:B].detach(), torch.arange(B, device=DEVICE)
         positions = keys.int()
-        us, spread = measure([lambda: sample(x, weight, inv_temp, noise, seed, keys, positions)])
-        table.add("sample", f"{B} tokens, C{C} V{V}", us=us, tb_per_s=2 * V * C / us / 1e6,
-                  of_limit=limit_us(2 * V * C, 2 * B * C * V) / us, spread=spread)
+        times = compare({"ours": [lambda: sample(x, weight, inv_temp, noise, seed, keys, positions)]})
+        table.add_times("sample", f"{B} tokens, C{C} V{V}", times, limit_us(2 * V * C, 2 * B * C * V),
+                        bytes_moved=2 * V * C)
 
 
 def head(rows, quick):
-    copy_rate()
     table = Table("head", rows, "us", "tflops", "tb_per_s", "of_limit", "x_torch", "spread")
     for C in [2048] if quick else [1024, 2048, 4096]:
-        head_rows(table, 8192, C, 151936)
+        head_rows(table, 8192, C, VOCAB)
 
 
 # ---- decode: one step of the sampler -----------------------------------------------------------------------
 
-LAYERS = {"1.7B": 28, "4B": 36, "8B": 36}
 FLOWS = [("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "bf16"), ("fp8", "fp8")]     # precision of linears, of KV
-
-
-def random_model(size, precision, kv):
-    """A Qwen3 of real shapes with random weights, made on the GPU; the head is untied at 8B only."""
-    torch.cuda.empty_cache()
-    C, H, width = QWEN3[size]
-    config = Config(vocab_size=151936, hidden_size=C, intermediate_size=width, num_hidden_layers=LAYERS[size],
-                    num_attention_heads=H, num_key_value_heads=8, head_dim=128, max_position_embeddings=20480,
-                    model_type="qwen3", rope_theta=1e6, tie_word_embeddings=size != "8B", eos_token_id=[0])
-    model = Transformer(config, precision, "cuda", seed=None, kv=kv)
-    return model.load((name, randn(*w.shape) * 0.02 if len(w.shape) > 1 else torch.ones(w.shape))
-                      for name, w in model.weights().items())
 
 
 def step_bytes(sampler, B, context):
@@ -911,18 +887,18 @@ def only_80_gb():
     """Takes the rest of this GPU's memory away."""
     torch.cuda.empty_cache()
     rest = max(0, torch.cuda.mem_get_info()[0] - 80 * 10**9)
-    taken = torch.empty(rest, dtype=torch.uint8, device="cuda")
+    taken = torch.empty(rest, dtype=torch.uint8, device=DEVICE)
     yield
     del taken
 
 
 def at_context(sampler, B, context):
     """Sets the sampler's rows as if B sequences had come so far; their pages lie scattered in the pool."""
-    each, row = pages_for(context + 64), torch.arange(B, device="cuda")
-    sampler.table[:B, :each] = torch.randperm(B * each, device="cuda").int().view(B, each) + 1
+    each, row = pages_for(context + 64), torch.arange(B, device=DEVICE)
+    sampler.table[:B, :each] = torch.randperm(B * each, device=DEVICE).int().view(B, each) + 1
     at = context - 1                                                     # position of the current token
     sampler.ids[:3, :B] = torch.stack([row, row, sampler.table[:B, at // PAGE].long() * PAGE + at % PAGE])
-    sampler.spans[:, :B] = torch.tensor([[at], [context], [1 << 30]], device="cuda")
+    sampler.spans[:, :B] = torch.tensor([[at], [context], [1 << 30]], device=DEVICE)
     sampler.ids[3] = 0
 
 
@@ -945,106 +921,77 @@ def kernels_of(run):
 
 
 def decode_cell(sampler, B, context):
-    """Median time of a step, in microseconds. A step moves the rows on by one token: 64 of them at most."""
-    graph, times = sampler._graph(B), []
+    """Time of a step, in microseconds. A step moves the rows on by one token: 64 of them at most."""
+    graph = sampler._graph(B)
     at_context(sampler, B, context)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(5):
-        torch.cuda._sleep(100_000)                                       # the launch is no part of a step
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        sampler.ids[3] = 0
-        times.append(start.elapsed_time(end) * 1000)
-    return sorted(times)[len(times) // 2]
+    return 1e6 * timed([graph.replay, sampler.ids[3].zero_], 5)[0]
 
 
 def decode(rows, quick):
     """Steps of the captured graph; `gap` is the share of the time in which no kernel runs."""
-    copy_rate()
     table = Table("decode", rows, "precision", "kv", "us", "tok_per_s", "tb_per_s", "of_limit", "x_bf16",
                   "kernels", "gap", key="model")
-    sizes, batches = (["1.7B"], (64,)) if quick else (LAYERS, (1, 16, 64, 256))
-    bf16 = {}
-    for size in sizes:
-        for precision, kv in FLOWS:
-            model = random_model(size, precision, kv)
-            sampler = Sampler(model)
-            width = pages_for(16384 + 64)
-            most = min(sampler._pages_in_memory(max(batches), width), 256 * width + 1)
-            sampler._build(max(batches), width, most)
-            fill(sampler.pool)
+    batches, contexts = ((64,), (1024,)) if quick else ((1, 16, 64, 256), (256, 1024, 4096, 16384))
+    for size, (precision, kv) in itertools.product(["1.7B"] if quick else WHOLE, FLOWS):
+        sampler, width = Sampler(random_model(size, precision, kv)), pages_for(16384 + 64)
+        most = min(sampler._pages_in_memory(max(batches), width), 256 * width + 1)
+        sampler._build(max(batches), width, most)
+        fill(sampler.pool)
+        for B, context in itertools.product(batches, contexts):
+            if B * pages_for(context + 64) >= most:
+                continue
             with torch.no_grad():
-                for B, context in itertools.product(batches, (1024,) if quick else (256, 1024, 4096, 16384)):
-                    if B * pages_for(context + 64) >= most:
-                        continue
-                    us = decode_cell(sampler, B, context)
-                    if (precision, kv) == FLOWS[0]:
-                        bf16[size, B, context] = us
-                    moved = step_bytes(sampler, B, context)
-                    kernels, busy = kernels_of(sampler._graph(B).replay) if context == 1024 else (None, None)
-                    table.add(f"{B} x {context}", size, precision=precision, kv=kv, us=us,
-                              tok_per_s=B / us * 1e6, tb_per_s=moved / us / 1e6,
-                              of_limit=limit_us(moved) / us, x_bf16=over(bf16.get((size, B, context)), us),
-                              kernels=kernels, gap=busy and 1 - busy / us)
-            del model, sampler
+                us = decode_cell(sampler, B, context)
+                kernels, busy = kernels_of(sampler._graph(B).replay) if context == 1024 else (None, None)
+            moved = step_bytes(sampler, B, context)
+            table.add(f"{B} x {context}", size, precision=precision, kv=kv, us=us, tok_per_s=B / us * 1e6,
+                      tb_per_s=moved / us / 1e6, of_limit=limit_us(moved) / us, kernels=kernels,
+                      gap=busy and 1 - busy / us)
+        del sampler
 
 
 # ---- rollout: whole batches of completions -----------------------------------------------------------------
 
 
 def rollout_request(prompts, n, longest):
-    """Prompts of 100 to 300 tokens, and long-tailed lengths: half of them below a tenth of the longest."""
+    """-> prompts of 100 to 300 tokens, n, long-tailed lengths: half of them below a tenth of the longest."""
     rng = random.Random(0)
-    ids = [[rng.randrange(151936) for _ in range(rng.randint(100, 300))] for _ in range(prompts)]
-    return ids, [min(longest, 1 + int(longest / 10 * math.exp(rng.gauss(0, 1)))) for _ in range(prompts * n)]
+    ids = [[rng.randrange(VOCAB) for _ in range(rng.randint(100, 300))] for _ in range(prompts)]
+    limits = [min(longest, 1 + int(longest / 10 * math.exp(rng.gauss(0, 1)))) for _ in range(prompts * n)]
+    return ids, n, limits
 
 
-def rollout_row(table, model, size, bf16, prompts, n, limits, case, slots=256, theirs=None):
-    """generate() with its graphs captured before: a training run captures them once. `bf16` keeps the rates
-    of that flow."""
-    sampler = Sampler(model, max_slots=slots)
+def rollout_row(table, model, size, prompts, n, limits, case, slots=256, theirs=None):
+    """generate() with its graphs captured before: a training run captures them once."""
+    sampler, everything = Sampler(model, max_slots=slots), range(model.config.vocab_size)
     limits = [limits] * (len(prompts) * n) if isinstance(limits, int) else limits
-    everything = range(model.config.vocab_size)
-    sampler.generate(prompts, n, limits, stop=everything)                           # each stops at once
-    for few in (1, 2, 4, 8, 16, 32):                                                # prefills of every size
+    for few in (len(prompts), 1, 2, 4, 8, 16, 32):            # prefills of every size; each stops at once
         sampler.generate(prompts[:few], n, limits[:few * n], stop=everything)
     for B in BUCKETS:
         if B <= sampler.slots:
             sampler._graph(B)
     out = sampler.generate(prompts, n, limits, stop=[])
-    if (model.precision, model.kv) == FLOWS[0]:
-        bf16[size, case] = out.tok_per_s
-    rate = bf16.get((size, case))
     table.add(case, size, precision=model.precision, kv=model.kv, tok_per_s=out.tok_per_s,
-              x_bf16=rate and out.tok_per_s / rate, x_transformers=theirs and out.tok_per_s / theirs,
-              occupancy=out.occupancy, seconds=out.seconds, tokens=out.n_tokens, steps=out.steps,
-              preemptions=out.preemptions)
+              x_transformers=theirs and out.tok_per_s / theirs, occupancy=out.occupancy, seconds=out.seconds,
+              tokens=out.n_tokens, steps=out.steps, preemptions=out.preemptions)
     sampler.release()
 
 
 def transformers_model():
-    """The library's model at the 1.7B shape, in BF16, or None where it is not installed."""
-    try:
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-    except ImportError:
-        return note("note: transformers is not installed: no x_transformers")
-    C, H, width = QWEN3["1.7B"]
-    config = Qwen3Config(vocab_size=151936, hidden_size=C, intermediate_size=width,
-                         num_hidden_layers=LAYERS["1.7B"], num_attention_heads=H, num_key_value_heads=8,
-                         head_dim=128, tie_word_embeddings=True, max_position_embeddings=40960,
-                         eos_token_id=None, pad_token_id=0)
-    with torch.device("cuda"):
-        return Qwen3ForCausalLM(config).bfloat16()
+    """The library's model at the 1.7B shape, in BF16."""
+    C, H, width, layers = QWEN3["1.7B"]
+    library = optional("transformers")
+    config = library.Qwen3Config(vocab_size=VOCAB, hidden_size=C, intermediate_size=width,
+                                 num_hidden_layers=layers, num_attention_heads=H, num_key_value_heads=8,
+                                 head_dim=128, tie_word_embeddings=True, max_position_embeddings=40960,
+                                 eos_token_id=None, pad_token_id=0)
+    with torch.device(DEVICE):
+        return library.Qwen3ForCausalLM(config).bfloat16()
 
 
 def transformers_rate(prompts, new):
-    """Tokens/s of transformers' generate, or None where it is not installed."""
-    theirs = transformers_model()
-    if theirs is None:
-        return None
-    ids = torch.tensor(prompts, device="cuda")
+    """Tokens/s of transformers' generate."""
+    theirs, ids = transformers_model(), torch.tensor(prompts, device=DEVICE)
     run = lambda count: theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count,
                                         min_new_tokens=count, do_sample=True, top_k=0)
     run(4)
@@ -1060,24 +1007,21 @@ def rollout_section(rows, quick):
     one length, lengths with a long tail; last, up to 16k tokens on 80 GB."""
     table = Table("rollout", rows, "precision", "kv", "tok_per_s", "x_bf16", "x_transformers", "occupancy",
                   "seconds", key="model")
-    longest, bf16 = 256 if quick else 4096, {}
+    longest, square = 256 if quick else 4096, [[i] * 128 for i in range(256)]
     for size in ["1.7B"] if quick else ["8B", "1.7B"]:
-        square = [[i] * 128 for i in range(256)]
-        theirs = transformers_rate(square, 128) if size == "1.7B" else None
+        theirs = transformers_rate(square, 128) if size == "1.7B" and optional("transformers") else None
         for precision, kv in FLOWS:
-            row = functools.partial(rollout_row, table, random_model(size, precision, kv), size, bf16)
+            row = functools.partial(rollout_row, table, random_model(size, precision, kv), size)
             if size == "1.7B":
                 row(square, 1, 128, "256 x (128 + 128)", theirs=theirs)
             else:
                 for B in 64, 256:
                     row(square[:B], 1, 512, f"{B} x (128 + 512)")
-            prompts, limits = rollout_request(64, 8, longest)
-            row(prompts, 8, limits, f"64 x 8 up to {longest}")
+            row(*rollout_request(64, 8, longest), f"64 x 8 up to {longest}")
             del row
     if not quick:
         with only_80_gb():
-            prompts, limits = rollout_request(64, 8, 16384)
-            rollout_row(table, random_model("1.7B", "fp8", "bf16"), "1.7B", {}, prompts, 8, limits,
+            rollout_row(table, random_model("1.7B", "fp8"), "1.7B", *rollout_request(64, 8, 16384),
                         "64 x 8 up to 16384, 80 GB", slots=None)
 
 
@@ -1094,42 +1038,28 @@ def trained_model(size, precision, **flags):
                                            states="bf16" if large else "fp32"), **flags)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model = random_model(size, precision, "bf16")
+    model = random_model(size, precision)
     model.recompute = cfg.recompute
     return cfg, model, fp8.AdamW(model.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: False,
                                  states=train.STATES[cfg.states])
 
 
-def random_pairs(count, length):
-    """(prompt, completion) pairs of `length` fed tokens each, of which all but the first are learned."""
-    return [([0], torch.randint(151936, (length,)).tolist()) for _ in range(count)]
+def peak_gib():
+    return torch.cuda.max_memory_allocated() / 2**30
 
 
 def loss_of(model, pairs, inv_temp, total):
     """The trainer's loss of one micro-batch, with advantages that differ."""
     logp = score(model, pairs, inv_temp)
-    advantage = torch.linspace(-1, 1, len(logp), device="cuda")
+    advantage = torch.linspace(-1, 1, len(logp), device=DEVICE)
     return grpo.policy_loss(logp, logp.detach(), advantage, total)[0]
 
 
-def timed(parts, repeats=2):
-    """Seconds of each of the callables `parts`, which run in turn: the least of a few, gaps included."""
-    runs = []
-    for _ in range(1 + repeats):                     # the first run compiles and takes its memory
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
-        torch.cuda.synchronize()
-        events[0].record()
-        for part, event in zip(parts, events[1:]):
-            part()
-            event.record()
-        events[-1].synchronize()
-        runs.append([a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])])
-    return [min(x) for x in zip(*runs[1:])]
-
-
 def update_seconds(model, optimizer, count, length):
-    """Seconds of a pass for old log-probs, forward, backward and optimizer on `count` sequences."""
-    pairs, one, loss = random_pairs(count, length), torch.ones(1, device="cuda"), []
+    """Seconds of a pass for old log-probs, forward, backward and optimizer on `count` sequences of `length`
+    fed tokens each, of which all but the first are learned."""
+    pairs = [([0], torch.randint(VOCAB, (length,)).tolist()) for _ in range(count)]
+    one, loss = torch.ones(1, device=DEVICE), []
 
     def old():
         with torch.no_grad():
@@ -1148,8 +1078,8 @@ def model_flops(config, tokens, length):
     return 6 * tokens * (matrices + c.num_hidden_layers * heads * length)      # causal: half of length^2
 
 
-def train_rows(table, size, lengths, bf16):
-    """Both precisions at each length; `bf16` collects what fp8 is compared with."""
+def train_rows(table, size, lengths):
+    """Both precisions at each length."""
     for precision in ("bf16", "fp8"):
         _, model, optimizer = trained_model(size, precision)
         for length in lengths:
@@ -1159,78 +1089,71 @@ def train_rows(table, size, lengths, bf16):
                 # Where sampler and trainer are not exact, several updates need a pass for the old log-probs.
                 passes = BATCH * old if updates > 1 and precision != "fp8" else 0.0
                 seconds = passes + BATCH * (forward + backward) + updates * step
-                case = f"{length}, {updates} updates"
-                bf16.setdefault((size, case), seconds)
-                flops = model_flops(model.config, tokens, length)
-                table.add(case, size, precision=precision, tok_per_s=tokens / seconds,
-                          mfu=flops / seconds / BF16_PEAK, old_s=passes, forward_s=BATCH * forward,
-                          backward_s=BATCH * backward, step_s=updates * step,
-                          gib=torch.cuda.max_memory_allocated() / 2**30, x_bf16=bf16[size, case] / seconds)
+                table.add(f"{length}, {updates} updates", size, precision=precision,
+                          tok_per_s=tokens / seconds, old_s=passes, forward_s=BATCH * forward,
+                          backward_s=BATCH * backward, step_s=updates * step, gib=peak_gib(),
+                          mfu=model_flops(model.config, tokens, length) / seconds / BF16_PEAK)
         del model, optimizer
 
 
-def transformers_seconds(recompute):
-    """One step of the library as it comes: BF16, SDPA, fused AdamW; 8 sequences of 1024 tokens. (s, GiB)"""
+def transformers_step(recompute):
+    """A step of the library as it comes: BF16, SDPA, fused AdamW; 8 sequences of 1024 tokens. -> tokens/s"""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = transformers_model().train()
     if recompute:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    ids, loss = torch.randint(151936, (8, 1024), device="cuda"), []
-    parts = [lambda: loss.append(model(input_ids=ids, labels=ids, use_cache=False).loss),
-             lambda: loss.pop().backward(),
-             lambda: (torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), optimizer.step(),
-                      optimizer.zero_grad(set_to_none=True))]
-    return sum(timed(parts)), torch.cuda.max_memory_allocated() / 2**30
+    ids, loss = torch.randint(VOCAB, (8, 1024), device=DEVICE), []
+    return 8192 / sum(timed([
+        lambda: loss.append(model(input_ids=ids, labels=ids, use_cache=False).loss),
+        lambda: loss.pop().backward(),
+        lambda: (torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), optimizer.step(),
+                 optimizer.zero_grad(set_to_none=True))]))
 
 
-def transformers_rows(table):
-    """The same work by transformers, in one run; recompute on both sides or on neither."""
-    try:
-        import transformers
-    except ImportError:
-        return note("transformers is not installed: no comparison with it")
-    for recompute in (False, True):
-        case = "8 x 1024" + ", recompute" * recompute
-        theirs, peak = transformers_seconds(recompute)
-        table.add(case, "1.7B", precision=f"transformers {transformers.__version__}",
-                  tok_per_s=8192 / theirs, gib=peak)
-        for precision in ("bf16", "fp8"):
-            _, model, optimizer = trained_model("1.7B", precision)
-            model.recompute = recompute
-            seconds = sum(update_seconds(model, optimizer, 8, 1024)[1:])
-            table.add(case, "1.7B", precision=precision, tok_per_s=8192 / seconds,
-                      gib=torch.cuda.max_memory_allocated() / 2**30, x_transformers=theirs / seconds)
-            del model, optimizer
+def our_step(precision, recompute):
+    """The same by the trainer's parts. -> tokens/s"""
+    _, model, optimizer = trained_model("1.7B", precision)
+    model.recompute = recompute
+    return 8192 / sum(update_seconds(model, optimizer, 8, 1024)[1:])
 
 
 def train_section(rows, quick):
     columns = "precision", "tok_per_s", "mfu", "old_s", "forward_s", "backward_s", "step_s", "gib", "x_bf16"
     table = Table("train", rows, *columns, "x_transformers", key="model")
-    bf16 = {}
-    for size in ["1.7B"] if quick else LAYERS:
-        train_rows(table, size, [4096] if quick else [1024, 4096, 16384], bf16)
-    transformers_rows(table)
+    for size in ["1.7B"] if quick else WHOLE:
+        train_rows(table, size, [4096] if quick else [1024, 4096, 16384])
+    library = optional("transformers")
+    for recompute in (False, True) if library else ():             # on both sides or on neither
+        case = "8 x 1024" + ", recompute" * recompute
+        theirs = transformers_step(recompute)
+        table.add(case, "1.7B", precision=f"transformers {library.__version__}", tok_per_s=theirs,
+                  gib=peak_gib())
+        for precision in ("bf16", "fp8"):
+            rate = our_step(precision, recompute)
+            table.add(case, "1.7B", precision=precision, tok_per_s=rate, gib=peak_gib(),
+                      x_transformers=rate / theirs)
 
 
-def whole_step(size, precision, prompts, samples, length, **flags):
-    """One GRPO step, rollout and update, as train.py runs it. -> seconds of both, peak in GiB"""
-    before = torch.cuda.memory_allocated()
+def step_row(table, size, precision, prompts, samples, length, where="", **flags):
+    """One GRPO step, rollout and update, as train.py runs it."""
+    held = torch.cuda.memory_allocated() / 2**30
     cfg, model, optimizer = trained_model(size, precision, **flags)
-    sampler, one = Sampler(model), torch.ones(1, device="cuda")
+    sampler, one = Sampler(model), torch.ones(1, device=DEVICE)
     needs = 1.1 * sum(list(train.memory(model.config, cfg, cfg.micro_tokens).values())[-2:])
-    questions = [torch.randint(151936, (128,)).tolist() for _ in range(prompts)]
+    questions = [torch.randint(VOCAB, (128,)).tolist() for _ in range(prompts)]
+    tokens = prompts * samples * length
 
     def update(completions, micro_batches=None):
         pairs = [(questions[i // samples], tokens) for i, tokens in enumerate(completions)]
         for micro in itertools.islice(train.micro_batches(pairs, cfg.micro_tokens), micro_batches):
-            loss_of(model, micro, one, prompts * samples * length).backward()
+            loss_of(model, micro, one, tokens).backward()
         optimizer.step(1e-6, 1.0)
         torch.cuda.synchronize()
 
     # First one token each, and one micro-batch: this compiles, captures and takes its memory.
-    sampler.generate(questions, samples, length, stop=range(151936))
+    sampler.generate(questions, samples, length, stop=range(VOCAB))
     update([[0] * length] * (prompts * samples), 1)
     train.hand_over(sampler, needs)
     t0 = time.perf_counter()
@@ -1238,26 +1161,18 @@ def whole_step(size, precision, prompts, samples, length, **flags):
     train.hand_over(sampler, needs)
     t1 = time.perf_counter()
     update(out.tokens)
-    return t1 - t0, time.perf_counter() - t1, (torch.cuda.max_memory_allocated() - before) / 2**30
-
-
-def step_row(table, size, precision, prompts, samples, length, where="", bf16=None, **flags):
-    rollout, update, peak = whole_step(size, precision, prompts, samples, length, **flags)
+    t2 = time.perf_counter()
     table.add(f"{prompts * samples} x {length}{where}", size, precision=precision,
-              tok_per_s=prompts * samples * length / (rollout + update), rollout_s=rollout, update_s=update,
-              gib=peak, x_bf16=over(bf16, rollout + update))
-    return rollout + update
+              tok_per_s=tokens / (t2 - t0), rollout_s=t1 - t0, update_s=t2 - t1, gib=peak_gib() - held)
 
 
 def step_section(rows, quick):
     """At 4B and 8B in three precisions; then what fits into 80 GB."""
-    columns = "precision", "tok_per_s", "rollout_s", "update_s", "gib", "x_bf16"
-    table = Table("step", rows, *columns, key="model")
-    sizes, bf16 = ["1.7B"] if quick else ["8B", "4B"], {}
+    table = Table("step", rows, "precision", "tok_per_s", "rollout_s", "update_s", "gib", "x_bf16",
+                  key="model")
     for precisions in ("bf16", "fp8"), ("fp8-rollout",):
-        for size, precision in itertools.product(sizes, precisions):
-            seconds = step_row(table, size, precision, 8, 8, 128 if quick else 4096, bf16=bf16.get(size))
-            bf16.setdefault(size, seconds)
+        for size, precision in itertools.product(["1.7B"] if quick else ["8B", "4B"], precisions):
+            step_row(table, size, precision, 8, 8, 128 if quick else 4096)
     if not quick:
         with only_80_gb():
             step_row(table, "4B", "fp8", 4, 4, 4096, ", 80 GB", recompute=True, micro_tokens=8192)
@@ -1351,17 +1266,17 @@ def mismatch(rows, quick, *folders):
         for row in sorted(rows[before:], key=lambda row: -row["mean_dlogp"]):
             ranked[f"{row['case']} ({show(row['mean_dlogp'])})"] = middles, row["bins"]
         print(f"{model}, sources by mean |dlogp|:", *ranked, sep="\n  ")
-        panels.append((model, "token of the response", "log", "symlog", ranked))
+        title = f"{model}: mean |log p sampler - log p trainer|"
+        panels.append((title, "token of the response", "log", "symlog", ranked))
     if not quick:
-        draw("mismatch.png", "mean |log p sampler - log p trainer|", panels)
+        save(draw(panels)[0], os.path.join(ASSETS, "mismatch.png"))
 
 
 def rules(rows, quick):
     """Log-probs of a packed batch and decode steps by our rules, and with one lifted: where x_lifted, its
     time over ours, is below 1, the rule costs something."""
-    with mock.patch.dict(LAYERS, {"1.7B": 4}):
-        model, one, ours = random_model("1.7B", "fp8", "bf16"), torch.ones(1, device="cuda"), {}
-    packing, tokens = pack([4096] * 4, "cuda"), torch.randint(151936, (16384,), device="cuda")
+    model, one, ours = random_model("1.7B", "fp8", num_hidden_layers=4), torch.ones(1, device=DEVICE), {}
+    packing, tokens = pack([4096] * 4, DEVICE), torch.randint(VOCAB, (16384,), device=DEVICE)
     table = Table("rules", rows, "us", "x_lifted", key="model")
     for case, (precision, sampling, scoring) in mismatch_cases(model).items():
         if precision != "fp8":
@@ -1369,7 +1284,7 @@ def rules(rows, quick):
         times = {}
         with changed(*sampling, *scoring), torch.no_grad():
             forward = lambda: token_logprobs(model(tokens, packing), model.head, tokens, one)
-            times["forward 4 x 4096"] = measure([forward], graph=False)[0]
+            times["forward 4 x 4096"] = 1e6 * timed([forward], 5)[0]
             sampler, width = Sampler(model), pages_for(16384 + 64)
             sampler._build(64, width, 64 * pages_for(4096 + 64) + 1)
             fill(sampler.pool)
@@ -1440,9 +1355,9 @@ def moves(rows, quick, *folders):
         means = [sum(layer) / len(updates) for layer in zip(*(r["cosines"] for r in updates))]
         cosines[model] = range(len(means)), means
     if not quick:
-        draw("policy_moves.png", "", [
-            ("what an update changes", "update", "linear", "log", shares),
-            ("cosine of the FP8 and the BF16 gradient", "layer", "linear", "linear", cosines)])
+        figure, _ = draw([("what an update changes", "update", "linear", "log", shares),
+                          ("cosine of the FP8 and the BF16 gradient", "layer", "linear", "linear", cosines)])
+        save(figure, os.path.join(ASSETS, "policy_moves.png"))
 
 
 # ---- plot: curves of training runs -------------------------------------------------------------------------
@@ -1464,7 +1379,7 @@ def read_log(run):
     return records
 
 
-def spread(logs, kind, key):
+def over_seeds(logs, kind, key):
     """The seeds of one run -> step, mean, least and most (n,) each, of the steps that all of them have."""
     series = [{r["step"]: r[key] for r in log
                if r.get("kind") == kind and isinstance(r.get(key), (int, float))} for log in logs]
@@ -1473,20 +1388,43 @@ def spread(logs, kind, key):
     return steps, [sum(v) / len(v) for v in values], [min(v) for v in values], [max(v) for v in values]
 
 
-def pyplot():
+def draw(panels, rows=1):
+    """Panels of curves: (title, label of x, scale of x, scale of y, {label: (x, y)}); a curve may also give
+    the edges of a band, (x, y, least, most). -> figure, its axes"""
     try:
         import matplotlib
     except ImportError:
         raise ImportError("the figure needs the package matplotlib: pip install matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    return plt
+    columns = len(panels) // rows
+    figure, axes = plt.subplots(rows, columns, figsize=(min(6 * columns, 14), 4 * rows), squeeze=False,
+                                constrained_layout=True)
+    for axis, (title, x_label, x_scale, y_scale, curves) in zip(axes.flat, panels):
+        for i, (curve, (x, y, *band)) in enumerate(curves.items()):
+            color = "k" if curve.startswith("exact") else f"C{i}"
+            axis.plot(x, y, label=curve, linewidth=1.3, color=color)
+            if band:
+                axis.fill_between(x, *band, color=color, alpha=0.2, linewidth=0)
+        axis.set_title(title, fontsize=10)
+        axis.set(xlabel=x_label, xscale=x_scale, yscale=y_scale)
+        if y_scale == "symlog":                  # logarithmic, with a place for exact zeros
+            axis.set_yscale("symlog", linthresh=1e-6)
+            axis.set_ylim(bottom=-1e-7)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    return figure, axes.flat
 
 
-def with_zeros(axis):
-    """A logarithmic y with a place for exact zeros."""
-    axis.set_yscale("symlog", linthresh=1e-6)
-    axis.set_ylim(bottom=-1e-7)
+def save(figure, path):
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    figure.savefig(path, dpi=130)
+    print(f"wrote {path}")
+
+
+CURVES = {"reward": "mean reward (dots: held-out accuracy)", "length": "mean completion, tokens",
+          "entropy": "mean of -log p, nats a token", "mean_dlogp": "mean |log p sampler - log p trainer|",
+          "k3": "KL(sampler || trainer), k3 estimate", "clipped": "share of tokens beyond the clip"}
 
 
 def plot(runs, path):
@@ -1500,48 +1438,15 @@ def plot(runs, path):
         for r in log:
             r["clipped"] = r.get("clipped_low", 0) + r.get("clipped_high", 0)
         logs.setdefault(name, []).append(log)
-    plt = pyplot()
-    figure, axes = plt.subplots(2, 3, figsize=(14, 7), constrained_layout=True, sharex=True)
-    panels = [("reward", "mean reward (dots: held-out accuracy)"), ("length", "mean completion, tokens"),
-              ("entropy", "mean of -log p, nats a token"),
-              ("mean_dlogp", "mean |log p sampler - log p trainer|"),
-              ("k3", "KL(sampler || trainer), k3 estimate"), ("clipped", "share of tokens beyond the clip")]
-    for axis, (key, title) in zip(axes.flat, panels):
-        for i, (name, seeds) in enumerate(logs.items()):
-            steps, mean, least, most = spread(seeds, "step", key)
-            axis.plot(steps, mean, color=f"C{i}", linewidth=1.3, label=f"{name} ({len(seeds)})")
-            axis.fill_between(steps, least, most, color=f"C{i}", alpha=0.2, linewidth=0)
-            if key == "reward":
-                steps, mean, least, most = spread(seeds, "eval", "accuracy")
-                axis.plot(steps, mean, "o", color=f"C{i}", markersize=5)
-                axis.vlines(steps, least, most, color=f"C{i}", linewidth=1)
-        if key in ("mean_dlogp", "k3"):
-            with_zeros(axis)
-        axis.set_title(title, fontsize=10)
-        axis.grid(alpha=0.3)
-    for axis in axes[1]:
-        axis.set_xlabel("step")
-    axes[0, 0].legend(fontsize=9)
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    figure.savefig(path, dpi=130)
-    print(f"wrote {path}: {', '.join(f'{name} ({len(seeds)})' for name, seeds in logs.items())}")
-
-
-def draw(name, label, panels):
-    """assets/NAME with panels of curves: (title, label of x, scale of x, scale of y, {label: (x, y)})."""
-    figure, axes = pyplot().subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False,
-                                     constrained_layout=True)
-    for axis, (title, x_label, x_scale, y_scale, curves) in zip(axes[0], panels):
-        for curve, (x, y) in curves.items():
-            axis.plot(x, y, label=curve, linewidth=1.3, color="k" if curve.startswith("exact") else None)
-        axis.set(title=title, xlabel=x_label, xscale=x_scale, yscale=y_scale)
-        if y_scale == "symlog":
-            with_zeros(axis)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    axes[0, 0].set_ylabel(label)
-    figure.savefig(os.path.join(HERE, "assets", name), dpi=130)
-    print(f"wrote assets/{name}")
+    figure, axes = draw([
+        (title, "step", "linear", "symlog" if key in ("mean_dlogp", "k3") else "linear",
+         {f"{name} ({len(seeds)})": over_seeds(seeds, "step", key) for name, seeds in logs.items()})
+        for key, title in CURVES.items()], rows=2)
+    for i, seeds in enumerate(logs.values()):
+        steps, mean, least, most = over_seeds(seeds, "eval", "accuracy")
+        axes[0].plot(steps, mean, "o", color=f"C{i}", markersize=5)
+        axes[0].vlines(steps, least, most, color=f"C{i}", linewidth=1)
+    save(figure, path)
 
 
 # ---- the command line --------------------------------------------------------------------------------------
@@ -1586,9 +1491,9 @@ def main():
     args = parser.parse_args()
     out = args.out
     if out is None and not args.quick and "H200" in machine()["gpu"]:
-        out = os.path.join(HERE, "assets", "bench_h200.json")
+        out = os.path.join(ASSETS, "bench_h200.json")
     if args.sections[0] == "plot":
-        return plot(args.sections[1:], args.out or os.path.join(HERE, "assets", "runs.png"))
+        return plot(args.sections[1:], args.out or os.path.join(ASSETS, "runs.png"))
     names, folders = args.sections, []
     if names[0] in ("mismatch", "moves"):
         names, folders = names[:1], names[1:]

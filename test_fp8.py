@@ -2678,9 +2678,10 @@ def test_bench_block_in_plain_torch():
     assert max(map(relative, mine, other)) < LIMIT[FP32]
 
 
-def test_bench_compares_pages():
+def test_bench_compares_pages(monkeypatch):
     """Places that a sequence has not filled may hold anything; one other code of a key that it has counts."""
-    policy = bench.exact_model("qwen2 512, 14/2 x 64", "fp8", "fp8", "cpu", 0)
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    policy = bench.exact_model("qwen2 512, 14/2 x 64", "fp8", "fp8", 0)
     tokens, cache = list(range(PAGE + 6)), policy.new_caches(2)
     for pages in sum(cache, ()):
         pages.view(torch.uint8).fill_(7)
@@ -2692,6 +2693,36 @@ def test_bench_compares_pages():
     assert compare() == (16, 1)
     values.view(torch.uint8)[1, 1].view(-1)[place[6, 3]] ^= 1            # beyond the last key
     assert compare() == (16, 1)
+
+
+@pytest.fixture
+def toy_bench(monkeypatch):
+    """bench.py on the CPU at a size of nothing: what its sections call, they call here as well."""
+    for name, value in {"DEVICE": "cpu", "VOCAB": 260, "QWEN3": {"1.7B": (128, 8, 128, 1)}}.items():
+        monkeypatch.setattr(bench, name, value)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(Sampler, "_graph", lambda sampler, B: None)
+
+
+@cpu_only
+def test_bench_step_and_rollout(toy_bench):
+    """Rollout and update as bench.py times them: every row has its rates, beside those of BF16."""
+    step = bench.Table("step", [], "x_bf16", key="model")
+    for precision in ("bf16", "fp8"):
+        bench.step_row(step, "1.7B", precision, 2, 3, 5, micro_tokens=200)
+    rollout = bench.Table("rollout", [], "x_bf16", key="model")
+    for precision, kv in bench.FLOWS[::3]:
+        prompts, n, limits = bench.rollout_request(2, 3, 40)
+        policy = bench.random_model("1.7B", precision, kv)
+        bench.rollout_row(rollout, policy, "1.7B", [p[:9] for p in prompts], n, limits, "6 up to 40", theirs=1e9)
+    assert [(r["case"], r["precision"]) for r in step.rows] == [("6 x 5", "bf16"), ("6 x 5", "fp8")]
+    assert [(r["precision"], r["kv"]) for r in rollout.rows] == bench.FLOWS[::3]
+    for base, *rows in step.rows, rollout.rows:
+        assert base["x_bf16"] == 1
+        assert all(r["x_bf16"] == pytest.approx(r["tok_per_s"] / base["tok_per_s"]) for r in rows)
+    assert all(r["rollout_s"] > 0 and r["update_s"] > 0 for r in step.rows)
+    assert all(r["tokens"] == sum(limits) and 0 < r["x_transformers"] < 1 for r in rollout.rows)
 
 
 def test_bench_rows(tmp_path, capsys):
@@ -2830,15 +2861,11 @@ def test_wandb_gets_every_number(tmp_path, paid, monkeypatch):
     assert all(isinstance(v, (int, float)) for c in calls for v in c.values())
 
 
-# Sizes of Qwen3 (hidden, query heads, MLP width, layers, tied) as bench.py has them.
-BIG = {"1.7B": (2048, 16, 6144, 28, True), "4B": (2560, 32, 9728, 36, True),
-       "8B": (4096, 32, 12288, 36, False)}
-
-
 def big_config(size):
-    C, H, F, L, tied = BIG[size]
+    C, H, width, layers = bench.QWEN3[size]
     return tiny_config(hidden_size=C, num_attention_heads=H, num_key_value_heads=8, head_dim=128,
-                       intermediate_size=F, num_hidden_layers=L, vocab_size=151936, tie_word_embeddings=tied)
+                       intermediate_size=width, num_hidden_layers=layers, vocab_size=bench.VOCAB,
+                       tie_word_embeddings=size != "8B")
 
 
 @pytest.mark.parametrize("states", train.STATES)
