@@ -469,30 +469,27 @@ def exact(rows, quick):
 
 # ---- gemm: the three products, and decode ------------------------------------------------------------------
 
-def cublaslt(a, scale_a, b, scale_b, blocks):
-    """A call of cuBLASLt's blockwise product a b^T on our codes and scales; None if torch has no scaled_mm.
+def libraries(a, scale_a, b, scale_b, blocks):
+    """{library: call} for a b^T on our codes and scales, by the libraries that are here.
 
     a (M, K) has 1x128 scales, given as (K/128, M); b (N, K) has the same, or 128x128 `blocks` as
-    (N/128, K/128), which it reads in lines of a multiple of 4.
+    (N/128, K/128), which cuBLASLt reads in lines of a multiple of 4. Without `blocks` DeepGEMM adds to FP32,
+    as WGrad wants it.
     """
-    if not hasattr(F, "scaled_mm"):
-        return None
-    row, block = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-    if blocks:
-        scale_b = F.pad(scale_b, (0, -scale_b.shape[1] % 4)).contiguous()
-    return lambda: F.scaled_mm(a, b.t(), scale_a.t(), row, scale_b.t(), block if blocks else row)
-
-
-def deepgemm(a, scale_a, b, scale_b, blocks):
-    """The same by DeepGEMM, None without the package. Without `blocks` it adds to FP32, as WGrad wants it."""
-    if not optional("deep_gemm"):
-        return None
-    dtype, options = torch.bfloat16 if blocks else torch.float32, {}
-    out = torch.zeros(len(a), len(b), dtype=dtype, device=DEVICE)
-    if not blocks:
-        scale_b, options = scale_b.t(), {"c": out, "recipe": (1, 1, 128)}
-    run, left, right = optional("deep_gemm").fp8_gemm_nt, (a, scale_a.t()), (b, scale_b)
-    return lambda: (run(left, right, out, **options), out)[1]
+    calls = {}
+    if hasattr(F, "scaled_mm") and len(a) > 256:              # for a few rows behind BF16
+        row = F.ScalingType.BlockWise1x128
+        kind = F.ScalingType.BlockWise128x128 if blocks else row
+        scales = F.pad(scale_b, (0, -scale_b.shape[1] % 4)).contiguous() if blocks else scale_b
+        calls["cublaslt"] = lambda: F.scaled_mm(a, b.t(), scale_a.t(), row, scales.t(), kind)
+    if optional("deep_gemm"):
+        product, left, right = optional("deep_gemm").fp8_gemm_nt, (a, scale_a.t()), (b, scale_b)
+        out, options = torch.empty(len(a), len(b), dtype=torch.bfloat16, device=DEVICE), {}
+        if not blocks:
+            out, right = torch.zeros(len(a), len(b), device=DEVICE), (b, scale_b.t())
+            options = {"c": out, "recipe": (1, 1, 128)}
+        calls["deepgemm"] = lambda: (product(left, right, out, **options), out)[1]
+    return calls
 
 
 def plain_tile(M):
@@ -503,14 +500,11 @@ def plain_tile(M):
 
 
 def row_calls(x, w, codes, scales):
-    """x w^T -> {who: call}; w (N, K) is given in BF16 and as codes. None: not to be had."""
+    """x w^T -> {who: call}; w (N, K) is given in BF16 and as codes."""
     q, s = fp8.quantize_rows(x)
-    few = len(x) <= 256
     return {"ours": lambda: fp8.fprop(q, s, codes, scales),
             "plain": lambda: fp8.fprop(q, s, codes, scales, tile=plain_tile(len(x))),
-            "bf16": lambda: torch.mm(x, w.t()),
-            "cublaslt": None if few else cublaslt(q, s, codes, scales, True),    # for a few rows behind BF16
-            "deepgemm": deepgemm(q, s, codes, scales, True)}
+            "bf16": lambda: torch.mm(x, w.t()), **libraries(q, s, codes, scales, blocks=True)}
 
 
 def fprop_calls(M, N, K):
@@ -531,9 +525,7 @@ def wgrad_calls(M, N, K):
     plain = torch.zeros_like(out)
     return {"ours": lambda: (fp8.wgrad(dc, ds, xc, xs, out), out)[1],
             "plain": lambda: (fp8.wgrad(dc, ds, xc, xs, plain, tile=(8, 4)), plain)[1],
-            "bf16": lambda: torch.mm(dy.t(), x),
-            "cublaslt": cublaslt(dc, ds, xc, xs, False),
-            "deepgemm": deepgemm(dc, ds, xc, xs, False)}
+            "bf16": lambda: torch.mm(dy.t(), x), **libraries(dc, ds, xc, xs, blocks=False)}
 
 
 PRODUCTS = {"fprop": fprop_calls, "dgrad": dgrad_calls, "wgrad": wgrad_calls, "decode": fprop_calls}
@@ -548,7 +540,7 @@ def gemm_row(table, case, where, M, N, K):
     # All three matrices once at a byte an element, and what the result has more: FP32 in and out, or BF16.
     bytes_moved = M * (N + K) + N * K + {"wgrad": 7 * N * K, "dgrad": M * K}.get(case, M * N)
     sets = [PRODUCTS[case](M, N, K) for _ in range(max(2, math.ceil(COLD / bytes_moved)))]
-    contenders = {name: [calls[name] for calls in sets] for name, call in sets[0].items() if call}
+    contenders = {name: [calls[name] for calls in sets] for name in sets[0]}
     times = compare(checked(f"{case} {where}", contenders, OTHERS))
     table.add_times(case, where, times, limit_us(bytes_moved, flops, FP8_PEAK), flops, bytes_moved)
 

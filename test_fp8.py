@@ -112,6 +112,15 @@ def tiny_config(**changes):
     return Config(**{**SIZES, "tie_word_embeddings": True, "eos_token_id": [7], **changes})
 
 
+@contextlib.contextmanager
+def refused(*words):
+    """One line or two, all of the words among them."""
+    with pytest.raises((ValueError, OSError)) as error:
+        yield
+    message = str(error.value)
+    assert all(word in message for word in words) and message.count("\n") < 2, message
+
+
 def write_json(path, value):
     path.write_text(json.dumps(value), encoding="utf-8")
 
@@ -234,11 +243,15 @@ def test_kernel_fused_layers_against_autograd(use_fp8):
         assert relative(mine, other) < limit
 
 
-def make_optimizer(keep="codes", betas=(0.9, 0.95), decay=0.1, states=FP32):
+def adamw(weights, decay=0.1, states=FP32):
+    return fp8.AdamW(weights, (0.9, 0.95), 1e-8, decay, lambda name: name == "w", states)
+
+
+def make_optimizer(keep="codes", decay=0.1, states=FP32):
     torch.manual_seed(0)
     weights = {"w": Weight((192, 300), keep=keep), "b": Weight((77,))}
     pairs = [(name, torch.randn(w.shape)) for name, w in weights.items()]
-    optimizer = fp8.AdamW(weights, betas, 1e-8, decay, lambda name: name == "w", states)
+    optimizer = adamw(weights, decay, states)
     optimizer.load(pairs)
     return weights, optimizer, dict(pairs)
 
@@ -511,7 +524,7 @@ def test_kernel_adamw(keep, dtype, max_norm, monkeypatch):
             monkeypatch.setattr(fp8, "use_kernels", lambda x: False)
         torch.manual_seed(0)
         weights = {"w": Weight((130, 140), device=device, keep=keep), "b": Weight((77,), device=device)}
-        optimizer = fp8.AdamW(weights, (0.9, 0.95), 1e-8, 0.1, lambda name: name == "w", dtype)
+        optimizer = adamw(weights, states=dtype)
         optimizer.load([(name, torch.randn(w.shape).to(device)) for name, w in weights.items()])
         for _ in range(2):
             for w in weights.values():
@@ -891,9 +904,7 @@ def build_fp8():
     fp8.quantize_cols(h), fp8.quantize_blocks(h)
     fp8.swiglu_forward(gate_up, False), fp8.swiglu_backward(h, gate_up, False)
     for keep, states in (("codes", FP32), ("data", FP32), ("both", FP32), ("codes", BF16), ("both", BF16)):
-        optimizer = fp8.AdamW({"w": Weight((192, 300), keep=keep)}, (0.9, 0.95), 1e-8, 0.1, lambda name: True,
-                              states)
-        optimizer.step(1e-3, 1.0)
+        adamw({"w": Weight((192, 300), keep=keep)}, states=states).step(1e-3, 1.0)
     w = fp8.quantize_blocks_reference(torch.zeros(250, 512))
     for tile in fp8.DECODE_TILES:
         x = fp8.quantize_rows_reference(torch.zeros(16, 512))
@@ -1208,10 +1219,8 @@ def test_config_accepts(tmp_path, changes, theta, scaling):
     (dict(rms_norm_eps=math.nan), "rms_norm_eps"), (dict(eos_token_id="2"), "eos_token_id"),
 ])
 def test_config_refuses(tmp_path, changes, words):
-    with pytest.raises(ValueError) as error:
+    with refused(words, "config.json"):
         config_of(tmp_path, **changes)
-    message = str(error.value)
-    assert words in message and "config.json" in message and message.count("\n") < 2
 
 
 def test_eos_ids_are_the_union(tmp_path):
@@ -1307,10 +1316,8 @@ def test_weight_faults(tmp_path, words):
     elif words != "neither model.safetensors nor":
         save_file(weights, path)
         path.write_bytes(FILE_FAULTS.get(words, bytes)(path.read_bytes()))
-    with pytest.raises((ValueError, FileNotFoundError)) as error:
+    with refused(words, str(tmp_path)):
         model.read_tensors(tmp_path, config)
-    message = str(error.value)
-    assert words in message and str(tmp_path) in message and message.count("\n") < 2
 
 
 # family, changes of transformers' config, dtype in the file, sharded, RoPE in its older place
@@ -1507,7 +1514,7 @@ def test_tokenizer_equals_tokenizers(tmp_path, split, monkeypatch):
     (["pre_tokenizer", "pretokenizers", 0, "behavior"], "Removed", "pre_tokenizer"),
     (["pre_tokenizer", "pretokenizers", 0, "invert"], True, "pre_tokenizer"),
     (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"String": " "}, "pre_tokenizer"),
-    (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"Regex": r"\h+"}, r"\\h"),
+    (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"Regex": r"\h+"}, r"\h"),
     (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"Regex": r"(a"}, "split pattern"),
     (["pre_tokenizer", "pretokenizers", 1, "add_prefix_space"], True, "pre_tokenizer"),
     (["added_tokens", 0, "lstrip"], True, "lstrip"),
@@ -1522,9 +1529,8 @@ def test_tokenizer_refuses(tmp_path, path, value, words):
     at[path[-1]] = value
     write_json(tmp_path / "tokenizer.json", raw)
     (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(ValueError, match=words) as error:
+    with refused(words, "tokenizer.json"):
         Tokenizer.from_pretrained(tmp_path)
-    assert "tokenizer.json" in str(error.value)
 
 
 def mutated_json(value, rng, junk):
@@ -1699,67 +1705,63 @@ def test_chat_template_faults(template, words):
 # 5  Tasks, reward, loss
 # ============================================================================================================
 
-# (completion, gold, reward)
+# (gold, completions that earn 1, completions that earn 0)
 ANSWERS = [
     # where the answer is
-    ("7 * 6 = 42\n#### 42", "42", 1), ("Hence \\boxed{42}.", "42", 1), ("#### 42\r\nDone.", "42", 1),
-    ("the answer is 42", "42", 0), ("1 2 3 4 5 6", "6", 0), ("", "42", 0), (" #### 42", "42", 0),
-    ("####42", "42", 1), ("#### 41\n#### 42\nok", "42", 1), ("#### 42\n####", "42", 0),
-    ("#### 42\n\\boxed{41}", "42", 0), ("\\boxed{42}\n#### 41", "42", 1),
-    ("\\boxed{42} no, \\boxed{41}", "42", 0), ("\\boxed{}", "42", 0), ("\\boxed{42} \\boxed{4", "42", 1),
-    ("\\boxed{42", "42", 0), ("\\boxed 42", "42", 0), ("\\boxed{42} and \\boxed{}", "42", 0),
-    ("\\fbox{42}", "42", 1), ("\\boxed {42}", "42", 1), ("\\boxed{\\boxed{42}}", "42", 1),
-    ("\\boxed{1 \\boxed{42}", "42", 1), ("} { \\boxed{42} {", "42", 1), ("\\\\boxed{42}", "42", 1),
-    ("\\boxed{\\{1\\}}", "\\{1\\}", 1),
+    ("42", ["7 * 6 = 42\n#### 42", r"Hence \boxed{42}.", "#### 42\r\nDone.", "####42",
+     "#### 41\n#### 42\nok", "\\boxed{42}\n#### 41", r"\boxed{42} \boxed{4", r"\fbox{42}", r"\boxed {42}",
+     r"\boxed{\boxed{42}}", r"\boxed{1 \boxed{42}", r"} { \boxed{42} {", r"\\boxed{42}"],
+     ["the answer is 42", "", " #### 42", "#### 42\n####", "#### 42\n\\boxed{41}",
+     r"\boxed{42} no, \boxed{41}", r"\boxed{}", r"\boxed{42", r"\boxed 42", r"\boxed{42} and \boxed{}"]),
+    ("6", [], ["1 2 3 4 5 6"]), (r"\{1\}", [r"\boxed{\{1\}}"], []),
     # think blocks
-    ("<think>\\boxed{41}</think>\\boxed{42}", "42", 1), ("<think>\\boxed{42}</think> 42", "42", 0),
-    ("<think>\\boxed{42}", "42", 0), ("\\boxed{42}<think>hm", "42", 0), ("hm \\boxed{42}</think>", "42", 0),
-    ("hm</think>\n#### 42", "42", 1), ("\\boxed{42}<think>\\boxed{41}</think>", "42", 1),
-    ("<think><think></think>\\boxed{42}", "42", 1), ("\\boxed{42}<think></think> hm</think>", "42", 0),
+    ("42", [r"<think>\boxed{41}</think>\boxed{42}", "hm</think>\n#### 42",
+     r"\boxed{42}<think>\boxed{41}</think>", r"<think><think></think>\boxed{42}"],
+     [r"<think>\boxed{42}</think> 42", r"<think>\boxed{42}", r"\boxed{42}<think>hm",
+     r"hm \boxed{42}</think>", r"\boxed{42}<think></think> hm</think>"]),
     # numbers
-    ("\\boxed{1,234}", "1234", 1), ("\\boxed{1234}", "1,234", 1), ("\\boxed{12,34}", "1234", 0),
-    ("\\boxed{1,234,56}", "123456", 0), ("\\boxed{0,123}", "123", 0),
-    ("\\boxed{1\\,234{,}567}", "1234567", 1), ("\\boxed{1,\\!234}", "1234", 1), ("\\boxed{1 234}", "1234", 0),
-    ("\\boxed{1,234.50}", "1234.5", 1), ("\\boxed{042}", "42", 1), ("\\boxed{42.}", "42", 1),
-    ("\\boxed{.5}", "1/2", 1), ("\\boxed{42.5}", "42", 0), ("\\boxed{420}", "42", 0), ("\\boxed{-0}", "0", 1),
-    ("\\boxed{42}", "-42", 0), ("\\boxed{\u221242}", "-42", 1), ("#### - 42", "-42", 1),
-    ("\\boxed{+42}", "42", 1), ("\\boxed{\\pm 42}", "42", 0), ("\\boxed{--42}", "42", 0),
-    ("\\boxed{-}", "0", 0), ("\\boxed{\uff14\uff12}", "42", 0), ("\\boxed{nan}", "0", 0),
-    ("\\boxed{4e1}", "40", 0), ("\\boxed{0x2a}", "42", 0), ("\\boxed{4_2}", "42", 0),
-    ("\\boxed{18446744073709551617}", "18446744073709551616", 0), ("\\boxed{10^{10^{10}}}", "10", 0),
+    ("1234", [r"\boxed{1,234}", r"\boxed{1,\!234}"], [r"\boxed{12,34}", r"\boxed{1 234}"]),
+    ("1,234", [r"\boxed{1234}"], []), ("123456", [], [r"\boxed{1,234,56}"]),
+    ("123", [], [r"\boxed{0,123}"]), ("1234567", [r"\boxed{1\,234{,}567}"], []),
+    ("1234.5", [r"\boxed{1,234.50}"], []),
+    ("42", [r"\boxed{042}", r"\boxed{42.}", r"\boxed{+42}"], [r"\boxed{42.5}", r"\boxed{420}",
+     r"\boxed{\pm 42}", r"\boxed{--42}", "\\boxed{\uff14\uff12}", r"\boxed{0x2a}", r"\boxed{4_2}"]),
+    ("1/2", [r"\boxed{.5}"], []), ("0", [r"\boxed{-0}"], [r"\boxed{-}", r"\boxed{nan}"]),
+    ("-42", ["\\boxed{\u221242}", "#### - 42"], [r"\boxed{42}"]), ("40", [], [r"\boxed{4e1}"]),
+    ("18446744073709551616", [], [r"\boxed{18446744073709551617}"]), ("10", [], [r"\boxed{10^{10^{10}}}"]),
     # money, units, marks
-    ("#### $42", "42", 1), ("#### -$42", "-42", 1), ("#### $-42", "-42", 1), ("\\boxed{\\$42.00}", "42", 1),
-    ("\\boxed{42 €}", "42", 1), ("#### **42**", "42", 1), ("#### $42$.", "42", 1),
-    ("\\boxed{\\(42\\)}", "42", 1), ("\\boxed{42\\%}", "42", 1), ("\\boxed{0.42}", "42\\%", 0),
-    ("\\boxed{42^{\\circ}}", "42", 1), ("\\boxed{42\u00b0}", "42", 1), ("\\boxed{42 \\text{ m}^2}", "42", 1),
-    ("\\boxed{42\\,\\mathrm{cm}}", "42", 1), ("#### 42 miles per hour", "42", 1), ("#### 42 km/h", "42", 1),
-    ("\\boxed{\\text{42}}", "42", 1), ("\\boxed{42x}", "42", 0), ("\\boxed{42 x}", "42", 0),
-    ("\\boxed{42 pi}", "42", 0), ("\\boxed{42!}", "42", 0), ("#### 42 thousand", "42", 0),
-    ("\\boxed{41 \\text{ or } 42}", "42", 0), ("\\boxed{41, 42}", "42", 0), ("#### 42 and a half", "42", 0),
-    ("\\boxed{40+2}", "42", 0),
+    ("42", ["#### $42", r"\boxed{\$42.00}", r"\boxed{42 €}", "#### **42**", "#### $42$.", r"\boxed{\(42\)}",
+     r"\boxed{42\%}", r"\boxed{42^{\circ}}", "\\boxed{42\u00b0}", r"\boxed{42 \text{ m}^2}",
+     r"\boxed{42\,\mathrm{cm}}", "#### 42 miles per hour", "#### 42 km/h", r"\boxed{\text{42}}"],
+     [r"\boxed{42x}", r"\boxed{42 x}", r"\boxed{42 pi}", r"\boxed{42!}", "#### 42 thousand",
+     r"\boxed{41 \text{ or } 42}", r"\boxed{41, 42}", "#### 42 and a half", r"\boxed{40+2}"]),
+    ("-42", ["#### -$42", "#### $-42"], []), (r"42\%", [], [r"\boxed{0.42}"]),
     # fractions
-    ("\\boxed{\\frac{3}{4}}", "0.75", 1), ("\\boxed{0.75}", "\\frac34", 1),
-    ("\\boxed{6/8}", "\\tfrac{3}{4}", 1), ("\\boxed{\\dfrac 3 4}", "3/4", 1),
-    ("\\boxed{-\\frac{3}{4}}", "-0.75", 1), ("\\boxed{\\frac{-3}{4}}", "-3/4", 1),
-    ("\\boxed{\\frac{\\frac{3}{2}}{2}}", "3/4", 1), ("\\boxed{\\frac{1}{3}}", "0.3333333333333333", 0),
-    ("\\boxed{-1\\frac34}", "-7/4", 1), ("\\boxed{1 3/4}", "1.75", 1), ("\\boxed{1 3/4}", "1", 0),
-    ("\\boxed{1\\frac43}", "7/3", 0), ("\\boxed{3/0}", "3", 0), ("\\boxed{\\frac{0}{0}}", "0", 0),
-    ("\\boxed{1/2/2}", "1/4", 0), ("\\boxed{\\frac{1,000}{4}}", "250", 1),
-    ("\\boxed{\\frac{1}{3^{99}}}", "\\frac{1}{3^{98}}", 0),
+    ("0.75", [r"\boxed{\frac{3}{4}}"], []), (r"\frac34", [r"\boxed{0.75}"], []),
+    (r"\tfrac{3}{4}", [r"\boxed{6/8}"], []),
+    ("3/4", [r"\boxed{\dfrac 3 4}", r"\boxed{\frac{\frac{3}{2}}{2}}"], []),
+    ("-0.75", [r"\boxed{-\frac{3}{4}}"], []), ("-3/4", [r"\boxed{\frac{-3}{4}}"], []),
+    ("0.3333333333333333", [], [r"\boxed{\frac{1}{3}}"]), ("-7/4", [r"\boxed{-1\frac34}"], []),
+    ("1.75", [r"\boxed{1 3/4}"], []), ("1", [], [r"\boxed{1 3/4}"]), ("7/3", [], [r"\boxed{1\frac43}"]),
+    ("3", [], [r"\boxed{3/0}"]), ("0", [], [r"\boxed{\frac{0}{0}}"]), ("1/4", [], [r"\boxed{1/2/2}"]),
+    ("250", [r"\boxed{\frac{1,000}{4}}"], []), (r"\frac{1}{3^{98}}", [], [r"\boxed{\frac{1}{3^{99}}}"]),
     # text
-    ("\\boxed{\\text{Ada}}", "Ada", 1), ("#### Ada", "\\text{Ada}", 1), ("\\boxed{Ada}", "Adam", 0),
-    ("\\boxed{y^{3} - 1}", "y^3-1", 1), ("\\boxed{y^{31}}", "y^31", 0), ("\\boxed{\\sqrt{3}}", "\\sqrt3", 1),
-    ("\\boxed{\\left[0, \\dfrac12\\right)}", "[0,\\frac{1}{2})", 1), ("\\boxed{ }", "", 0), ("#### ", "", 0),
+    ("Ada", [r"\boxed{\text{Ada}}"], []), (r"\text{Ada}", ["#### Ada"], []), ("Adam", [], [r"\boxed{Ada}"]),
+    ("y^3-1", [r"\boxed{y^{3} - 1}"], []), ("y^31", [], [r"\boxed{y^{31}}"]),
+    (r"\sqrt3", [r"\boxed{\sqrt{3}}"], []), (r"[0,\frac{1}{2})", [r"\boxed{\left[0, \dfrac12\right)}"], []),
+    ("", [], [r"\boxed{ }", "#### "]),
     # beyond MAX_DIGITS the digits are compared; leading and trailing zeros still do not count
-    ("\\boxed{" + "7" * 9000 + "}", "7" * 9000, 1), ("#### -" + "7" * 9000 + ".000 km", "-0" + "7" * 9000, 1),
-    ("#### " + "7" * 9000, "7" * 8999 + "8", 0), ("#### " + "0" * 9000 + "5", "5", 1),
-    ("\\boxed{" + "\\frac{" * 5000 + "1" + "}{1}" * 5000 + "}", "1", 0),
+    ("7" * 9000, [r"\boxed{" + "7" * 9000 + "}"], []), ("7" * 8999 + "8", [], ["#### " + "7" * 9000]),
+    ("-0" + "7" * 9000, ["#### -" + "7" * 9000 + ".000 km"], []), ("5", ["#### " + "0" * 9000 + "5"], []),
+    ("1", [], [r"\boxed{" + r"\frac{" * 5000 + "1" + "}{1}" * 5000 + "}"]),
 ]
 
 
-@pytest.mark.parametrize("completion, gold, reward", ANSWERS, ids=[str(i) for i in range(len(ANSWERS))])
-def test_math_reward(completion, gold, reward):
-    assert grpo.math_reward(completion, gold) == reward
+@pytest.mark.parametrize("gold, right, wrong", ANSWERS, ids=[str(i) for i in range(len(ANSWERS))])
+def test_math_reward(gold, right, wrong):
+    for reward, completions in (1, right), (0, wrong):
+        for completion in completions:
+            assert grpo.math_reward(completion, gold) == reward, completion[:99]
 
 
 HOSTILE = [
@@ -1886,9 +1888,8 @@ def test_jsonl(tmp_path):
 ])
 def test_jsonl_faults_name_the_line(tmp_path, line, message):
     path = write(tmp_path / "data.jsonl", GOOD, "", line, GOOD)
-    with pytest.raises(ValueError) as caught:
+    with refused(f"{path}, line 3: ", message):
         grpo.load_jsonl(path)
-    assert f"{path}, line 3: " in str(caught.value) and message in str(caught.value)
 
 
 def test_jsonl_file_faults(tmp_path):
@@ -2085,15 +2086,6 @@ def test_stop_rules(policy):
         got = sampler.generate(prompts[:1], 1, 12, temperature=0, stop=[stop, 130])
         assert got.tokens[0] == free.tokens[0][:free.tokens[0].index(stop) + 1] and got.finish == ["stop"]
         same(got.logprobs[0], free.logprobs[0][:len(got.tokens[0])])
-
-
-@cpu_only
-def test_seeds_and_keys(tiny):
-    draw = lambda **options: drawn(Sampler(tiny).generate(some_prompts([5]) * 2, 3, 16, **options))
-    first = draw(seed=1)
-    assert first == draw(seed=1) and first not in (draw(seed=2), draw(seed=1, keys=range(6, 12)))
-    keys = [4, 2**40, -1, 0, 1, 2]
-    assert draw(seed=1, keys=keys)[3:] == first[:3] and draw(seed=1, keys=keys)[0] != first[0]
 
 
 def test_greedy_and_tiny_temperature(tiny):
@@ -2387,39 +2379,19 @@ def test_gpu_run_repeats_and_is_exact(tmp_path, paid):
 
 @pytest.mark.parametrize("states", train.STATES)
 def test_resume_is_exact(tmp_path, paid, states):
-    """Four steps in a row, and two, a new process, two more: the same bits in weights, moments and log."""
+    """Four steps in a row, and two, then records that a killed run left of a third, a new process, two more:
+    the same bits in weights, moments and log."""
     flag = f"--states={states}"
     run(tmp_path / "whole", "--steps=4", flag)
     run(tmp_path / "halves", flag)
+    with open(tmp_path / "halves/log.jsonl", "a") as log:
+        log.write('{"kind": "step", "step": 2}\n{"kind": "st')
     with pytest.raises(ValueError, match="add --resume"):
         run(tmp_path / "halves", "--steps=4", flag)
     assert start(tmp_path / "halves", "--steps=4", "--resume", flag).wait() == 0
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
     moment = load_file(newest(tmp_path / "whole") / "optimizer.safetensors")["m.norm"]
     assert moment.dtype == train.STATES[states] and moment.norm() > 0
-
-
-KILLS = int(os.environ.get("KILLS", 3))
-
-
-@cpu_only
-def test_killed_runs_go_on(tmp_path, paid):
-    """SIGKILL at random moments, saving included; started again, it ends with an uninterrupted run's bits.
-    The environment variable KILLS asks for more."""
-    flags, killed = [f"--steps={2 * KILLS + 2}", "--save-every=1", "--resume"], tmp_path / "killed"
-    log = killed / "log.jsonl"
-    lines = lambda: log.read_text().count("\n") if log.exists() else 0
-    run(tmp_path / "whole", *flags)
-    for _ in range(KILLS):
-        process, goal = start(killed, *flags), lines() + random.randint(1, 4)
-        while lines() < goal and process.poll() is None:
-            time.sleep(0.005)
-        time.sleep(0.1 * random.random())
-        process.kill()
-        process.wait()
-    assert start(killed, *flags).wait() == 0
-    assert_same_run(tmp_path / "whole", killed)
-    assert len(train.checkpoints(killed)) == 2, "as many as --keep asks for"
 
 
 @cpu_only
@@ -2641,9 +2613,8 @@ def test_checkpoint_faults_before_anything_is_written(tmp_path, fault, words):
 def test_bad_flags_are_refused(tmp_path, monkeypatch, flags, words):
     """Named in one line or two, before anything is written."""
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)  # wandb is not installed
-    with pytest.raises((ValueError, OSError)) as error:
+    with refused(words):
         run(tmp_path / "out", *flags.split())
-    assert words in str(error.value) and str(error.value).count("\n") < 2
     assert not (tmp_path / "out").exists()
 
 
@@ -2695,6 +2666,21 @@ def test_bench_compares_pages(monkeypatch):
     assert compare() == (16, 1)
 
 
+@cpu_only
+def test_bench_exact(tmp_path, monkeypatch, capsys):
+    """All its models and precisions; it exits with 1 where a bit differs, and its rows are in the file."""
+    monkeypatch.setattr(bench, "EXACT_QUICK", [(1, 3, 5, 20), (7, 3, 12, 70)])
+    arguments = ["exact", "--quick", f"--out={tmp_path / 'rows.json'}"]
+    assert call("bench", arguments, monkeypatch) == 0
+    rows = bench.read_results(tmp_path / "rows.json")["rows"]
+    assert len(rows) == 8 and all(r["pages"] > 0 for r in rows if r["precision"] == "fp8")
+    assert [r["differing"] > 0 for r in rows] == [r["precision"] == "fp8-rollout" for r in rows]
+    monkeypatch.setattr(bench, "score", lambda *args: train.score(*args) + 1)
+    monkeypatch.setattr(bench, "EXACT_QUICK", bench.EXACT_QUICK[:1])
+    assert call("bench", arguments, monkeypatch) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]["differing"] > 0
+
+
 @pytest.fixture
 def toy_bench(monkeypatch):
     """bench.py on the CPU at a size of nothing: what its sections call, they call here as well."""
@@ -2715,7 +2701,7 @@ def test_bench_step_and_rollout(toy_bench):
     for precision, kv in bench.FLOWS[::3]:
         prompts, n, limits = bench.rollout_request(2, 3, 40)
         policy = bench.random_model("1.7B", precision, kv)
-        bench.rollout_row(rollout, policy, "1.7B", [p[:9] for p in prompts], n, limits, "6 up to 40", theirs=1e9)
+        bench.rollout_row(rollout, policy, "1.7B", [p[:9] for p in prompts], n, limits, "2 x 3", theirs=1e9)
     assert [(r["case"], r["precision"]) for r in step.rows] == [("6 x 5", "bf16"), ("6 x 5", "fp8")]
     assert [(r["precision"], r["kv"]) for r in rollout.rows] == bench.FLOWS[::3]
     for base, *rows in step.rows, rollout.rows:
@@ -2874,8 +2860,7 @@ def test_memory_is_estimated_by_part(precision, states):
     """Against the bytes that a model and its optimizer allocate."""
     config = tiny_config(hidden_size=256, intermediate_size=512, tie_word_embeddings=False)
     policy = Transformer(config, precision)
-    optimizer = fp8.AdamW(policy.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: False,
-                          states=train.STATES[states])
+    optimizer = adamw(policy.weights(), states=train.STATES[states])
     parts = train.memory(config, train.Config(precision=precision, states=states), 1000)
     sizes = lambda tensors: {x.data_ptr(): x.nbytes for x in tensors}         # a master may be the weight
     weights, all_states = sizes(policy.buffers()), sizes(optimizer.state().values())
@@ -2936,7 +2921,7 @@ def test_recomputed_gradients_are_the_same_bits(precision):
 def test_the_host_never_waits_in_an_update(recompute):
     policy = Transformer(tiny_config(), "fp8", DEVICE)
     policy.recompute = recompute
-    optimizer = fp8.AdamW(policy.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: True)
+    optimizer = adamw(policy.weights())
     one_update(policy, [200, 77], optimizer)()                     # compiles the kernels
     torch.cuda.synchronize()
     with no_waiting():
@@ -2955,7 +2940,7 @@ def test_peak_of_an_update_is_estimated(recompute):
     for precision in model.PRECISIONS:
         policy = Transformer(config, precision, DEVICE)
         policy.recompute = recompute
-        optimizer = fp8.AdamW(policy.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: True)
+        optimizer = adamw(policy.weights())
         for _ in range(2):
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
@@ -3251,10 +3236,10 @@ def call(program, arguments, monkeypatch):
 
 
 @pytest.mark.skipif(not readme_commands(), reason="README.md is not there, or shows no python command")
-@pytest.mark.parametrize("program, arguments", readme_commands() or [("train", "")])
-def test_readme_command(tmp_path, monkeypatch, capsys, program, arguments):
+@pytest.mark.parametrize("program, text", readme_commands() or [("train", "")])
+def test_readme_command(tmp_path, monkeypatch, capsys, program, text):
     """Its flags exist; and at a tiny size, with a checkpoint and data made here, it does what it says."""
-    arguments = shlex.split(arguments)
+    arguments = shlex.split(text)
     assert call(program, ["--help"], monkeypatch) in (None, 0)
     known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
     flags = {a.split("=")[0] for a in arguments if a.startswith("--")}
@@ -3273,14 +3258,10 @@ def test_readme_command(tmp_path, monkeypatch, capsys, program, arguments):
     elif program == "rollout":
         small = ["--model=model", "--max-new-tokens=8", "--device=cpu"]
         assert call(program, arguments + small, monkeypatch) in (None, 0)
-    elif "plot" in arguments:
+    else:
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-        run("run")
-        assert call(program, ["plot", "run", "--out=picture.png"], monkeypatch) in (None, 0)
-        assert Path("picture.png").stat().st_size > 10_000
-    elif program == "bench" and CUDA:
-        pytest.skip("on a GPU even --quick measures for minutes")
-    elif program == "bench":
-        monkeypatch.setattr("bench.EXACT_QUICK", [(1, 3, 5, 20), (7, 3, 12, 70)])
-        sections = [a for a in arguments if not a.startswith("-")]
-        assert call(program, [*sections, "--quick", "--out=rows.json"], monkeypatch) in (None, 0)
+        monkeypatch.chdir(HERE)                    # its folders are there; a shell knows what * and {} stand for
+        shell = subprocess.run(["bash", "-c", f"printf '%s\\n' {text}"], stdout=subprocess.PIPE, text=True)
+        picture = tmp_path / "picture.png"
+        assert call(program, [*shell.stdout.split(), f"--out={picture}"], monkeypatch) in (None, 0)
+        assert picture.stat().st_size > 10_000
