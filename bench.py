@@ -469,6 +469,7 @@ def exact(rows, quick):
 
 # ---- gemm: the three products, and decode ------------------------------------------------------------------
 
+
 def libraries(a, scale_a, b, scale_b, blocks):
     """{library: call} for a b^T on our codes and scales, by the libraries that are here.
 
@@ -642,19 +643,18 @@ def torch_block(model, S, backend):
     return run, tuple(w.values())
 
 
-def block_models(size):
-    return {precision: random_model(size, precision, num_hidden_layers=1, vocab_size=128)
-            for precision in ("fp8", "bf16")}
+block_model = functools.partial(random_model, num_hidden_layers=1, vocab_size=128)
 
 
 def block_row(table, size, S, T):
-    models, (C, H, _, _) = block_models(size), QWEN3[size]
+    C, H, _, _ = QWEN3[size]
     h, delta = randn(T, C, grad=True), randn(T, C, grad=True)
     grads, packing = (randn(T, C), randn(T, C)), pack([S] * (T // S), DEVICE)
-    blocks = {"ours": (our_block(models["fp8"], packing), ()),
-              "bf16": (our_block(models["bf16"], packing), ()),
-              "flash": torch_block(models["bf16"], S, SDPBackend.FLASH_ATTENTION),
-              "cudnn": torch_block(models["bf16"], S, SDPBackend.CUDNN_ATTENTION)}
+    in_bf16 = block_model(size, "bf16")
+    blocks = {"ours": (our_block(block_model(size, "fp8"), packing), ()),
+              "bf16": (our_block(in_bf16, packing), ()),
+              "flash": torch_block(in_bf16, S, SDPBackend.FLASH_ATTENTION),
+              "cudnn": torch_block(in_bf16, S, SDPBackend.CUDNN_ATTENTION)}
     both = lambda run, leaves: torch.autograd.grad(run(h, delta), (h, delta, *leaves), grads)
 
     with torch.no_grad():                              # the residual stream, and what the MLP adds to it
@@ -677,7 +677,7 @@ def block(rows, quick):
     sizes, S, T = (["8B"] if quick else list(QWEN3)), 1024, 8192
 
     def compile_one(size, precision):
-        run = our_block(block_models(size)[precision], pack([S] * (T // S), DEVICE))
+        run = our_block(block_model(size, precision), pack([S] * (T // S), DEVICE))
         h, delta = randn(T, QWEN3[size][0], grad=True), randn(T, QWEN3[size][0], grad=True)
         with torch.autograd.set_multithreading_enabled(False):       # the backward pass in this very thread
             torch.autograd.grad(run(h, delta), (h, delta), (randn(*h.shape), randn(*h.shape)))
@@ -690,25 +690,22 @@ def block(rows, quick):
 # ---- optimizer: AdamW that writes the codes, against torch's and a quantizer after it ----------------------
 
 
-def our_adamw(start):
-    """{name: first FP32 values} -> AdamW over FP8 weights, with random gradients."""
-    weights = {name: fp8.Weight(x.shape, device=DEVICE, keep="codes") for name, x in start.items()}
+def our_adamw(size):
+    """AdamW over the matrices of one layer, kept as codes, with random gradients."""
+    shapes = layer_shapes(size)
+    weights = {name: fp8.Weight(shape, device=DEVICE, keep="codes") for name, shape in shapes.items()}
     ours = fp8.AdamW(weights, (0.9, 0.95), 1e-8, 0.1, lambda name: True)
-    ours.load(start.items())
+    ours.load((name, torch.randn(shape, device=DEVICE) * 0.02) for name, shape in shapes.items())
     ours.grads.normal_()
     return ours
 
 
-def layer_matrices(size):
-    return {name: torch.randn(shape, device=DEVICE) * 0.02 for name, shape in layer_shapes(size).items()}
-
-
 def optimizer_row(table, size):
     """A step on the matrices of one layer: gradient norm, clipping, update, codes, gradients cleared."""
-    start = layer_matrices(size)
-    ours, parameters = our_adamw(start), [torch.nn.Parameter(x) for x in start.values()]
+    ours = our_adamw(size)
+    parameters = [torch.nn.Parameter(master.clone()) for master in ours.master.values()]
     theirs = torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
-    codes = [fp8.quantize_blocks(x) for x in start.values()]
+    codes = [fp8.quantize_blocks(p.detach()) for p in parameters]
     for w, p in zip(ours.weights.values(), parameters):
         p.grad = w.grad.clone()
 
@@ -733,7 +730,7 @@ def optimizer_row(table, size):
 def optimizer(rows, quick):
     table = Table("optimizer", rows, "us", "tb_per_s", "of_limit", "x_torch", "spread")
     sizes = ["8B"] if quick else list(QWEN3)
-    compile_ahead([lambda size=size: our_adamw(layer_matrices(size)).step(1e-4, 1.0) for size in sizes])
+    compile_ahead([lambda size=size: our_adamw(size).step(1e-4, 1.0) for size in sizes])
     for size in sizes:
         optimizer_row(table, size)
     table.means()
@@ -1360,14 +1357,14 @@ def read_log(run):
     path = os.path.join(run, "log.jsonl") if os.path.isdir(run) else run
     if not os.path.isfile(path):
         raise FileNotFoundError(f"no {path}: give the --out folder of a train.py run")
-    records = []
     with open(path, encoding="utf-8") as f:
-        for number, line in enumerate(f, 1):
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                if line.endswith("\n"):          # a run that was killed, or goes on, may end in half a line
-                    raise ValueError(f"{path}:{number} is not JSON: {line[:60]!r}")
+        lines = f.read().split("\n")[:-1]        # what follows the last end of a line is half a record
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            raise ValueError(f"{path}:{number} is not JSON: {line[:60]!r}")
     return records
 
 

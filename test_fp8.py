@@ -1,10 +1,11 @@
 """
 What the program promises, as tests. In reading order:
 
-    1  references and quantizers       5  tasks, reward, loss
-    2  kernels against references      6  the sampler
-    3  exactness: one set of bits      7  training: runs, resume, checkpoints
-    4  model, checkpoints, tokenizer   8  the commands of the README
+    1  references and quantizers       6  the sampler
+    2  kernels against references      7  training: runs, resume, checkpoints, ranks
+    3  exactness: one set of bits      8  the benchmarks
+    4  model, checkpoints, tokenizer   9  the commands of the README
+    5  tasks, reward, loss
 
     python -m pytest -q  # everything that this machine can show
     TRITON_INTERPRET=1 python -m pytest -q -k kernel  # what test_interpreted starts where there is no GPU
@@ -60,6 +61,7 @@ torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it doe
 BF16, FP32 = torch.bfloat16, torch.float32
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # for processes that run beside the tests
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 needs_kernels = pytest.mark.skipif(not (CUDA or fp8.INTERPRET), reason="needs a GPU or TRITON_INTERPRET=1")
 cpu_only = pytest.mark.skipif(CUDA, reason="slow, and the same without a GPU: shown there")
@@ -798,8 +800,7 @@ class Background:
 
     def __init__(self, *arguments, **environment):
         self.out = tempfile.TemporaryFile("w+")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        self.process = subprocess.Popen([sys.executable, *arguments], cwd=HERE, env=environment,
+        self.process = subprocess.Popen([sys.executable, *arguments], cwd=HERE, env=ONE_THREAD | environment,
                                         stdout=self.out, stderr=self.out)
 
     def output(self):
@@ -1382,6 +1383,22 @@ def test_checkpoints_of_transformers(tmp_path, variation):
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     mine, other = logits(Transformer.from_pretrained(tmp_path / "out", "bf16", dtype=FP32), again)
     assert (mine - other).abs().max() < 1e-4 * other.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_logits_in_bf16(tmp_path, kind):
+    """BF16 rounds elsewhere than transformers does, yet the logits point the same way; FP8 not much off."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = tiny_config(model_type=kind, hidden_size=256, intermediate_size=384, head_dim=64, vocab_size=260)
+    scale_up(Transformer(config), 2.0).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=FP32)
+    tokens = torch.randint(0, 260, (200,))
+    with torch.no_grad():
+        other = theirs(tokens[None]).logits[0]
+        for precision, least in (("bf16", 0.999), ("fp8", 0.99)):
+            ours = Transformer.from_pretrained(tmp_path, precision, DEVICE)
+            mine = ours.logits(ours(tokens.to(DEVICE), [200])).cpu()
+            assert torch.cosine_similarity(mine.flatten(), other.flatten(), 0) > least, precision
 
 
 def test_models_refuse_what_they_cannot_compute(tmp_path):
@@ -2328,8 +2345,7 @@ def start(out, *flags, ranks=0, hook=""):
     script.write_text(SCRIPT.replace("HOOK", hook))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] * (ranks > 0)
     return subprocess.Popen([sys.executable, *torchrun, script, *TINY, f"--out={out}", *flags],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD)
 
 
 def make_run(out, *flags):
@@ -2508,14 +2524,13 @@ def spoil(monkeypatch, factors):
     monkeypatch.setattr(grpo, "policy_loss", broken)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_gradient_that_is_not_finite_is_skipped(tmp_path, paid, monkeypatch, capsys, bad):
+def test_gradient_that_is_not_finite_is_skipped(tmp_path, paid, monkeypatch, capsys):
     """And counted: weights, moments and Adam's own step count stay as they were."""
-    spoil(monkeypatch, iter([1, bad, 1]))
-    steps = run(tmp_path, "--steps=3", "--save-every=1", "--keep=9", "--micro-tokens=9999")
-    assert [r["skipped"] for r in steps] == [0, 1, 1] and "was skipped" in capsys.readouterr().out
-    files = [(tmp_path / f"step-{i:06d}/optimizer.safetensors").read_bytes() for i in range(4)]
-    assert files[1] == files[2] and files[0] != files[1] and files[2] != files[3]
+    spoil(monkeypatch, iter([1, math.nan, math.inf, 1]))
+    steps = run(tmp_path, "--steps=4", "--save-every=1", "--keep=9", "--micro-tokens=9999")
+    assert [r["skipped"] for r in steps] == [0, 1, 2, 2] and "was skipped" in capsys.readouterr().out
+    files = [(tmp_path / f"step-{i:06d}/optimizer.safetensors").read_bytes() for i in range(5)]
+    assert files[1] == files[2] == files[3] and files[0] != files[1] and files[3] != files[4]
 
 
 def test_gradients_that_stay_infinite_stop_the_run(tmp_path, paid, monkeypatch, capsys):
@@ -2632,148 +2647,6 @@ def test_errors_are_two_lines(program, flags, words, monkeypatch):
             runpy.run_path(str(HERE / f"{program}.py"), run_name="__main__")
         if not debug:
             assert str(error.value).startswith("error: ") and str(error.value).count("\n") < 2
-
-
-@cpu_only
-def test_bench_block_in_plain_torch():
-    """The layer that a whole block is compared with computes what ours does, gradients included."""
-    config = tiny_config(num_hidden_layers=1, model_type="qwen3")
-    policy, packing = Transformer(config, "bf16", "cpu", FP32), model.pack([20] * 3, "cpu")
-    run, leaves = bench.torch_block(policy, 20, bench.SDPBackend.MATH)
-    h, delta, *grads = torch.randn(4, 60, config.hidden_size).unbind()
-    h.requires_grad_(), delta.requires_grad_()
-    mine, other = bench.our_block(policy, packing)(h, delta), run(h, delta)
-    mine += torch.autograd.grad(mine, (h, delta), grads)
-    other += torch.autograd.grad(other, (h, delta, *leaves), grads)
-    mine += tuple(w.grad for w in policy.layers[0].children())
-    assert max(map(relative, mine, other)) < LIMIT[FP32]
-
-
-def test_bench_compares_pages(monkeypatch):
-    """Places that a sequence has not filled may hold anything; one other code of a key that it has counts."""
-    monkeypatch.setattr(bench, "DEVICE", "cpu")
-    policy = bench.exact_model("qwen2 512, 14/2 x 64", "fp8", "fp8", 0)
-    tokens, cache = list(range(PAGE + 6)), policy.new_caches(2)
-    for pages in sum(cache, ()):
-        pages.view(torch.uint8).fill_(7)
-    policy.prefill(torch.tensor(tokens), [len(tokens)], cache, torch.arange(len(tokens)))
-    compare = lambda: bench.compare_pages(policy, {0: cache}, [(tokens, [0])])
-    assert compare() == (16, 0)                                          # 2 layers x 4 tensors x 2 pages
-    values, place = cache[1][1], model.code_places(64, "cpu")[1]
-    values.view(torch.uint8)[1, 1].view(-1)[place[5, 3]] ^= 1
-    assert compare() == (16, 1)
-    values.view(torch.uint8)[1, 1].view(-1)[place[6, 3]] ^= 1            # beyond the last key
-    assert compare() == (16, 1)
-
-
-@cpu_only
-def test_bench_exact(tmp_path, monkeypatch, capsys):
-    """All its models and precisions; it exits with 1 where a bit differs, and its rows are in the file."""
-    monkeypatch.setattr(bench, "EXACT_QUICK", [(1, 3, 5, 20), (7, 3, 12, 70)])
-    arguments = ["exact", "--quick", f"--out={tmp_path / 'rows.json'}"]
-    assert call("bench", arguments, monkeypatch) == 0
-    rows = bench.read_results(tmp_path / "rows.json")["rows"]
-    assert len(rows) == 8 and all(r["pages"] > 0 for r in rows if r["precision"] == "fp8")
-    assert [r["differing"] > 0 for r in rows] == [r["precision"] == "fp8-rollout" for r in rows]
-    monkeypatch.setattr(bench, "score", lambda *args: train.score(*args) + 1)
-    monkeypatch.setattr(bench, "EXACT_QUICK", bench.EXACT_QUICK[:1])
-    assert call("bench", arguments, monkeypatch) == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]["differing"] > 0
-
-
-@pytest.fixture
-def toy_bench(monkeypatch):
-    """bench.py on the CPU at a size of nothing: what its sections call, they call here as well."""
-    for name, value in {"DEVICE": "cpu", "VOCAB": 260, "QWEN3": {"1.7B": (128, 8, 128, 1)}}.items():
-        monkeypatch.setattr(bench, name, value)
-    for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(Sampler, "_graph", lambda sampler, B: None)
-
-
-@cpu_only
-def test_bench_step_and_rollout(toy_bench):
-    """Rollout and update as bench.py times them: every row has its rates, beside those of BF16."""
-    step = bench.Table("step", [], "x_bf16", key="model")
-    for precision in ("bf16", "fp8"):
-        bench.step_row(step, "1.7B", precision, 2, 3, 5, micro_tokens=200)
-    rollout = bench.Table("rollout", [], "x_bf16", key="model")
-    for precision, kv in bench.FLOWS[::3]:
-        prompts, n, limits = bench.rollout_request(2, 3, 40)
-        policy = bench.random_model("1.7B", precision, kv)
-        bench.rollout_row(rollout, policy, "1.7B", [p[:9] for p in prompts], n, limits, "2 x 3", theirs=1e9)
-    assert [(r["case"], r["precision"]) for r in step.rows] == [("6 x 5", "bf16"), ("6 x 5", "fp8")]
-    assert [(r["precision"], r["kv"]) for r in rollout.rows] == bench.FLOWS[::3]
-    for base, *rows in step.rows, rollout.rows:
-        assert base["x_bf16"] == 1
-        assert all(r["x_bf16"] == pytest.approx(r["tok_per_s"] / base["tok_per_s"]) for r in rows)
-    assert all(r["rollout_s"] > 0 and r["update_s"] > 0 for r in step.rows)
-    assert all(r["tokens"] == sum(limits) and 0 < r["x_transformers"] < 1 for r in rollout.rows)
-
-
-def test_bench_rows(tmp_path, capsys):
-    """New rows take the place of old ones about the same thing, and no others; means are geometric."""
-    rows, out = [], str(tmp_path / "rows.json")
-    table = bench.Table("gemm", rows, "us", "x_bf16")
-    table.add("fprop", "a", us=3.0, x_bf16=2.0), table.add("fprop", "b", us=4.0, x_bf16=8.0)
-    table.add("wgrad", "a", us=5.0, x_bf16=None)
-    bench.merge(out, [{**row, "us": 0.0} for row in rows] + [{"section": "quant", "case": "x", "shape": "a"}])
-    table.means()
-    bench.merge(out, rows)
-    found = {(r["section"], r["case"], r["shape"]): r for r in bench.read_results(out)["rows"]}
-    assert len(found) == len(bench.read_results(out)["rows"]) == 6
-    assert [found["gemm", "fprop", shape].get("us") for shape in ("a", "b", "geometric mean")] == [3, 4, None]
-    assert found["gemm", "fprop", "geometric mean"]["x_bf16"] == pytest.approx(4)
-
-
-@cpu_only
-def test_mismatch_section(tmp_path, monkeypatch, capsys):
-    """The exact flow is a line at zero; a rule lifted on one side shows from where it may, then is back."""
-    monkeypatch.setattr(bench, "MISMATCH_QUICK", (1, 64))
-    monkeypatch.setattr(model, "SPLIT", PAGE)
-    sizes = {"num_hidden_layers": 1, "vocab_size": 260, "max_position_embeddings": 1024}
-    Transformer(tiny_config(**sizes, eos_token_id=[256])).save_pretrained(tmp_path)
-    Tokenizer.bytes().save(tmp_path)
-    before, rows = {module: dict(vars(module)) for module in (model, fp8)}, []
-    bench.mismatch(rows, True, str(tmp_path))
-    assert before == {module: dict(vars(module)) for module in (model, fp8)}
-    ranking = re.findall(r"^  (.+) \(\S+\)$", capsys.readouterr().out.split("|dlogp|:")[1], re.M)
-    assert ranking == [r["case"] for r in sorted(rows, key=lambda r: -r["mean_dlogp"])]
-    found = {row["case"]: row for row in rows}
-    for case in ("exact", "both in BF16"):
-        assert found[case]["differing"] == 0 and not any(found[case]["bins"]), case
-    for case in ("FP8 and BF16", "KV in FP8", "head tile of 128"):
-        assert found[case]["differing"] > 0, case
-    for case in ("softmax unsplit", "KV tile of 128"):  # the prompt has 12 tokens: one page up to token 52
-        by_end = dict(zip(found[case]["edges"][1:], found[case]["bins"], strict=True))
-        assert any(by_end.values()) and not any(gap for end, gap in by_end.items() if end <= 52), case
-
-
-def test_relaunched_kernels(monkeypatch):
-    """A kernel gets other options, and keeps what else its launch asks for; the other kernels keep theirs."""
-    seen = []
-    for name in ("norm_kernel", "wgrad_kernel"):
-        record = lambda *args, name=name, **options: seen.append((name, args, tuple(options.values())))
-        monkeypatch.setattr(fp8, name, {(5,): record})
-    for changes in [], [bench.relaunched(fp8, "norm_kernel", enable_fp_fusion=True, num_warps=4)]:
-        with bench.changed(*changes):
-            fp8.launch(fp8.norm_kernel, 5, "x", num_warps=1)
-            fp8.launch(fp8.wgrad_kernel, 5, "y", num_warps=1)
-    wgrad = ("wgrad_kernel", ("y",), (False, 1))
-    assert seen == [("norm_kernel", ("x",), (False, 1)), wgrad, ("norm_kernel", ("x",), (True, 4)), wgrad]
-
-
-def test_moves_section(tmp_path, monkeypatch, paid):
-    """A watched run is the same run. At learning rate 0 nothing moves; the gradient is near BF16's anyway."""
-    rows, plain = [], run(tmp_path / "plain")
-    table = bench.Table("moves", rows, key="model")
-    monkeypatch.setattr(train.Run, "update", bench.watch(table, "tiny", train.Run.update))
-    assert run(tmp_path / "watched") == plain
-    run(tmp_path / "still", "--lr=0", "--steps=1")
-    assert [row["case"] for row in rows] == ["update 0", "update 1", "update 0"]
-    moved = [(row["codes_changed"] > 0, row["dlogp"] > 0) for row in rows]
-    assert moved == [(True, True), (True, True), (False, False)]
-    assert all(0.9 < cosine < 1 for row in rows for cosine in row["cosines"])
 
 
 def test_explain():
@@ -3069,22 +2942,6 @@ def test_fp8_learns_like_bf16(tmp_path):
     assert curves["bf16"][-1] < 0.3 * curves["bf16"][0] and max(gaps) < 0.03, curves
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
-def test_logits_in_bf16(tmp_path, kind):
-    """BF16 rounds elsewhere than transformers does, yet the logits point the same way; FP8 not much off."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = tiny_config(model_type=kind, hidden_size=256, intermediate_size=384, head_dim=64, vocab_size=260)
-    scale_up(Transformer(config), 2.0).save_pretrained(tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=FP32)
-    tokens = torch.randint(0, 260, (200,))
-    with torch.no_grad():
-        other = theirs(tokens[None]).logits[0]
-        for precision, least in (("bf16", 0.999), ("fp8", 0.99)):
-            ours = Transformer.from_pretrained(tmp_path, precision, DEVICE)
-            mine = ours.logits(ours(tokens.to(DEVICE), [200])).cpu()
-            assert torch.cosine_similarity(mine.flatten(), other.flatten(), 0) > least, precision
-
-
 def test_bare_machine(tmp_path):
     """No triton, no tracker, no network, no terminal: a run on the references."""
     code = ("import socket, sys\n"
@@ -3096,8 +2953,7 @@ def test_bare_machine(tmp_path):
             "assert train.fp8.triton is None\n"
             "train.main(sys.argv[1:])\n")
     done = subprocess.run([sys.executable, "-c", code, *TINY, "--steps=1", f"--out={tmp_path}"], cwd=HERE,
-                          text=True, stdin=subprocess.DEVNULL, capture_output=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+                          text=True, stdin=subprocess.DEVNULL, capture_output=True, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr
     assert "triton absent" in done.stdout and "runs on the CPU" in done.stdout
     assert (tmp_path / "step-000001").exists()
@@ -3211,7 +3067,163 @@ def test_ranks_that_cannot_work_are_refused(monkeypatch, flags, words):
 
 
 # ============================================================================================================
-# 8  The commands of the README
+# 8  The benchmarks
+# ============================================================================================================
+
+
+@cpu_only
+def test_bench_block_in_plain_torch():
+    """The layer that a whole block is compared with computes what ours does, gradients included."""
+    config = tiny_config(num_hidden_layers=1, model_type="qwen3")
+    policy, packing = Transformer(config, "bf16", "cpu", FP32), model.pack([20] * 3, "cpu")
+    run, leaves = bench.torch_block(policy, 20, bench.SDPBackend.MATH)
+    h, delta, *grads = torch.randn(4, 60, config.hidden_size).unbind()
+    h.requires_grad_(), delta.requires_grad_()
+    mine, other = bench.our_block(policy, packing)(h, delta), run(h, delta)
+    mine += torch.autograd.grad(mine, (h, delta), grads)
+    other += torch.autograd.grad(other, (h, delta, *leaves), grads)
+    mine += tuple(w.grad for w in policy.layers[0].children())
+    assert max(map(relative, mine, other)) < LIMIT[FP32]
+
+
+def test_bench_compares_pages(monkeypatch):
+    """Places that a sequence has not filled may hold anything; one other code of a key that it has counts."""
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    policy = bench.exact_model("qwen2 512, 14/2 x 64", "fp8", "fp8", 0)
+    tokens, cache = list(range(PAGE + 6)), policy.new_caches(2)
+    for pages in sum(cache, ()):
+        pages.view(torch.uint8).fill_(7)
+    policy.prefill(torch.tensor(tokens), [len(tokens)], cache, torch.arange(len(tokens)))
+    compare = lambda: bench.compare_pages(policy, {0: cache}, [(tokens, [0])])
+    assert compare() == (16, 0)                                          # 2 layers x 4 tensors x 2 pages
+    values, place = cache[1][1], model.code_places(64, "cpu")[1]
+    values.view(torch.uint8)[1, 1].view(-1)[place[5, 3]] ^= 1
+    assert compare() == (16, 1)
+    values.view(torch.uint8)[1, 1].view(-1)[place[6, 3]] ^= 1            # beyond the last key
+    assert compare() == (16, 1)
+
+
+def call(program, arguments, monkeypatch):
+    """The program's main() as the command line starts it; its exit code."""
+    monkeypatch.setattr(sys, "argv", [program + ".py", *arguments])
+    try:
+        return __import__(program).main()
+    except SystemExit as done:
+        return done.code
+
+
+@cpu_only
+def test_bench_exact(tmp_path, monkeypatch, capsys):
+    """All its models and precisions; it exits with 1 where a bit differs, and its rows are in the file."""
+    monkeypatch.setattr(bench, "EXACT_QUICK", [(1, 3, 5, 20), (7, 3, 12, 70)])
+    arguments = ["exact", "--quick", f"--out={tmp_path / 'rows.json'}"]
+    assert call("bench", arguments, monkeypatch) == 0
+    rows = bench.read_results(tmp_path / "rows.json")["rows"]
+    assert len(rows) == 8 and all(r["pages"] > 0 for r in rows if r["precision"] == "fp8")
+    assert [r["differing"] > 0 for r in rows] == [r["precision"] == "fp8-rollout" for r in rows]
+    monkeypatch.setattr(bench, "score", lambda *args: train.score(*args) + 1)
+    monkeypatch.setattr(bench, "EXACT_QUICK", bench.EXACT_QUICK[:1])
+    assert call("bench", arguments, monkeypatch) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]["differing"] > 0
+
+
+@pytest.fixture
+def toy_bench(monkeypatch):
+    """bench.py on the CPU at a size of nothing: what its sections call, they call here as well."""
+    for name, value in {"DEVICE": "cpu", "VOCAB": 260, "QWEN3": {"1.7B": (128, 8, 128, 1)}}.items():
+        monkeypatch.setattr(bench, name, value)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(Sampler, "_graph", lambda sampler, B: None)
+
+
+@cpu_only
+def test_bench_step_and_rollout(toy_bench):
+    """Rollout and update as bench.py times them: every row has its rates, beside those of BF16."""
+    step = bench.Table("step", [], "x_bf16", key="model")
+    for precision in ("bf16", "fp8"):
+        bench.step_row(step, "1.7B", precision, 2, 3, 5, micro_tokens=200)
+    rollout = bench.Table("rollout", [], "x_bf16", key="model")
+    for precision, kv in bench.FLOWS[::3]:
+        prompts, n, limits = bench.rollout_request(2, 3, 40)
+        policy = bench.random_model("1.7B", precision, kv)
+        bench.rollout_row(rollout, policy, "1.7B", [p[:9] for p in prompts], n, limits, "2 x 3", theirs=1e9)
+    assert [(r["case"], r["precision"]) for r in step.rows] == [("6 x 5", "bf16"), ("6 x 5", "fp8")]
+    assert [(r["precision"], r["kv"]) for r in rollout.rows] == bench.FLOWS[::3]
+    for base, *rows in step.rows, rollout.rows:
+        assert base["x_bf16"] == 1
+        assert all(r["x_bf16"] == pytest.approx(r["tok_per_s"] / base["tok_per_s"]) for r in rows)
+    assert all(r["rollout_s"] > 0 and r["update_s"] > 0 for r in step.rows)
+    assert all(r["tokens"] == sum(limits) and 0 < r["x_transformers"] < 1 for r in rollout.rows)
+
+
+def test_bench_rows(tmp_path, capsys):
+    """New rows take the place of old ones about the same thing, and no others; means are geometric."""
+    rows, out = [], str(tmp_path / "rows.json")
+    table = bench.Table("gemm", rows, "us", "x_bf16")
+    table.add("fprop", "a", us=3.0, x_bf16=2.0), table.add("fprop", "b", us=4.0, x_bf16=8.0)
+    table.add("wgrad", "a", us=5.0, x_bf16=None)
+    bench.merge(out, [{**row, "us": 0.0} for row in rows] + [{"section": "quant", "case": "x", "shape": "a"}])
+    table.means()
+    bench.merge(out, rows)
+    found = {(r["section"], r["case"], r["shape"]): r for r in bench.read_results(out)["rows"]}
+    assert len(found) == len(bench.read_results(out)["rows"]) == 6
+    assert [found["gemm", "fprop", shape].get("us") for shape in ("a", "b", "geometric mean")] == [3, 4, None]
+    assert found["gemm", "fprop", "geometric mean"]["x_bf16"] == pytest.approx(4)
+
+
+@cpu_only
+def test_mismatch_section(tmp_path, monkeypatch, capsys):
+    """The exact flow is a line at zero; a rule lifted on one side shows from where it may, then is back."""
+    monkeypatch.setattr(bench, "MISMATCH_QUICK", (1, 64))
+    monkeypatch.setattr(model, "SPLIT", PAGE)
+    sizes = {"num_hidden_layers": 1, "vocab_size": 260, "max_position_embeddings": 1024}
+    Transformer(tiny_config(**sizes, eos_token_id=[256])).save_pretrained(tmp_path)
+    Tokenizer.bytes().save(tmp_path)
+    before, rows = {module: dict(vars(module)) for module in (model, fp8)}, []
+    bench.mismatch(rows, True, str(tmp_path))
+    assert before == {module: dict(vars(module)) for module in (model, fp8)}
+    ranking = re.findall(r"^  (.+) \(\S+\)$", capsys.readouterr().out.split("|dlogp|:")[1], re.M)
+    assert ranking == [r["case"] for r in sorted(rows, key=lambda r: -r["mean_dlogp"])]
+    found = {row["case"]: row for row in rows}
+    for case in ("exact", "both in BF16"):
+        assert found[case]["differing"] == 0 and not any(found[case]["bins"]), case
+    for case in ("FP8 and BF16", "KV in FP8", "head tile of 128"):
+        assert found[case]["differing"] > 0, case
+    for case in ("softmax unsplit", "KV tile of 128"):  # the prompt has 12 tokens: one page up to token 52
+        by_end = dict(zip(found[case]["edges"][1:], found[case]["bins"], strict=True))
+        assert any(by_end.values()) and not any(gap for end, gap in by_end.items() if end <= 52), case
+
+
+def test_relaunched_kernels(monkeypatch):
+    """A kernel gets other options, and keeps what else its launch asks for; the other kernels keep theirs."""
+    seen = []
+    for name in ("norm_kernel", "wgrad_kernel"):
+        record = lambda *args, name=name, **options: seen.append((name, args, tuple(options.values())))
+        monkeypatch.setattr(fp8, name, {(5,): record})
+    for changes in [], [bench.relaunched(fp8, "norm_kernel", enable_fp_fusion=True, num_warps=4)]:
+        with bench.changed(*changes):
+            fp8.launch(fp8.norm_kernel, 5, "x", num_warps=1)
+            fp8.launch(fp8.wgrad_kernel, 5, "y", num_warps=1)
+    wgrad = ("wgrad_kernel", ("y",), (False, 1))
+    assert seen == [("norm_kernel", ("x",), (False, 1)), wgrad, ("norm_kernel", ("x",), (True, 4)), wgrad]
+
+
+def test_moves_section(tmp_path, monkeypatch, paid):
+    """A watched run is the same run. At learning rate 0 nothing moves; the gradient is near BF16's anyway."""
+    rows, plain = [], run(tmp_path / "plain")
+    table = bench.Table("moves", rows, key="model")
+    monkeypatch.setattr(train.Run, "update", bench.watch(table, "tiny", train.Run.update))
+    assert run(tmp_path / "watched") == plain
+    run(tmp_path / "still", "--lr=0", "--steps=1")
+    assert [row["case"] for row in rows] == ["update 0", "update 1", "update 0"]
+    moved = [(row["codes_changed"] > 0, row["dlogp"] > 0) for row in rows]
+    assert moved == [(True, True), (True, True), (False, False)]
+    assert all(0.9 < cosine < 1 for row in rows for cosine in row["cosines"])
+
+
+# ============================================================================================================
+# 9  The commands of the README
 # ============================================================================================================
 
 
@@ -3224,15 +3236,6 @@ def readme_commands():
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     found = [m for line in lines for m in re.findall(r"\bpython3? (\w+)\.py\b([^&|#>]*)", line)]
     return list(dict.fromkeys((program, arguments.strip()) for program, arguments in found))
-
-
-def call(program, arguments, monkeypatch):
-    """The program's main() as the command line starts it; its exit code."""
-    monkeypatch.setattr(sys, "argv", [program + ".py", *arguments])
-    try:
-        return __import__(program).main()
-    except SystemExit as done:
-        return done.code
 
 
 @pytest.mark.skipif(not readme_commands(), reason="README.md is not there, or shows no python command")
