@@ -2395,19 +2395,39 @@ def test_gpu_run_repeats_and_is_exact(tmp_path, paid):
 
 @pytest.mark.parametrize("states", train.STATES)
 def test_resume_is_exact(tmp_path, paid, states):
-    """Four steps in a row, and two, then records that a killed run left of a third, a new process, two more:
-    the same bits in weights, moments and log."""
+    """Four steps in a row, and two, a new process, two more: the same bits in weights, moments and log."""
     flag = f"--states={states}"
     run(tmp_path / "whole", "--steps=4", flag)
     run(tmp_path / "halves", flag)
-    with open(tmp_path / "halves/log.jsonl", "a") as log:
-        log.write('{"kind": "step", "step": 2}\n{"kind": "st')
     with pytest.raises(ValueError, match="add --resume"):
         run(tmp_path / "halves", "--steps=4", flag)
     assert start(tmp_path / "halves", "--steps=4", "--resume", flag).wait() == 0
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
     moment = load_file(newest(tmp_path / "whole") / "optimizer.safetensors")["m.norm"]
     assert moment.dtype == train.STATES[states] and moment.norm() > 0
+
+
+KILLS = int(os.environ.get("KILLS", 3))
+
+
+@cpu_only
+def test_killed_runs_go_on(tmp_path, paid):
+    """SIGKILL at random moments, saving included; started again, it ends with an uninterrupted run's bits.
+    The environment variable KILLS asks for more."""
+    flags, killed = [f"--steps={2 * KILLS + 2}", "--save-every=1", "--resume"], tmp_path / "killed"
+    log = killed / "log.jsonl"
+    lines = lambda: log.read_text().count("\n") if log.exists() else 0
+    run(tmp_path / "whole", *flags)
+    for _ in range(KILLS):
+        process, goal = start(killed, *flags), lines() + random.randint(1, 4)
+        while lines() < goal and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(0.1 * random.random())
+        process.kill()
+        process.wait()
+    assert start(killed, *flags).wait() == 0
+    assert_same_run(tmp_path / "whole", killed)
+    assert len(train.checkpoints(killed)) == 2, "as many as --keep asks for"
 
 
 @cpu_only
@@ -3114,8 +3134,10 @@ def call(program, arguments, monkeypatch):
 
 @cpu_only
 def test_bench_exact(tmp_path, monkeypatch, capsys):
-    """All its models and precisions; it exits with 1 where a bit differs, and its rows are in the file."""
+    """On two small models in all precisions: rows in the file, and exit code 1 where a bit differs."""
     monkeypatch.setattr(bench, "EXACT_QUICK", [(1, 3, 5, 20), (7, 3, 12, 70)])
+    models = {kind: (kind, 128, 96, 2, 1, 64, True) for kind in ("llama", "qwen2")}
+    monkeypatch.setattr(bench, "EXACT_MODELS", models)
     arguments = ["exact", "--quick", f"--out={tmp_path / 'rows.json'}"]
     assert call("bench", arguments, monkeypatch) == 0
     rows = bench.read_results(tmp_path / "rows.json")["rows"]
