@@ -2085,6 +2085,7 @@ def test_group_shares_its_prompt(policy):
     alone = [Sampler(policy).generate([prompt], 1, 12, seed=2, stop=[], keys=[k]) for k in range(8)]
     single = [drawn(result)[0] for result in alone]
     assert drawn(result) == single
+    assert drawn(Sampler(policy).generate([prompt], 1, 12, seed=3, stop=[]))[0] != single[0]
     narrow = Sampler(policy, max_slots=1).generate([prompt] * 2, 4, 12, seed=2, stop=[])
     assert drawn(narrow) == single and narrow.prefill_tokens == 2 * 139
 
@@ -2352,14 +2353,19 @@ def make_run(out, *flags):
     return train.Run(train.parse([*TINY, f"--out={out}", *flags]))
 
 
+def save_tiny(folder):
+    """A checkpoint with a tokenizer, as --model takes it."""
+    config = tiny_config(vocab_size=260, max_position_embeddings=1024, eos_token_id=[256])
+    Transformer(config).save_pretrained(folder)
+    Tokenizer.bytes().save(folder)
+
+
 def newest(out):
     return Path(out) / train.checkpoints(out)[-1]
 
 
 def assert_same_run(a, b):
-    for x, y in zip(read_log(a), read_log(b)):
-        assert x == y
-    assert len(read_log(a)) == len(read_log(b)) and newest(a).name == newest(b).name
+    assert read_log(a) == read_log(b) and newest(a).name == newest(b).name
     for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
         assert (newest(a) / name).read_bytes() == (newest(b) / name).read_bytes(), name
 
@@ -2887,8 +2893,7 @@ def test_reference_is_where_grpo_started(tmp_path, paid, monkeypatch, base):
     """No second model without --kl; with it, even in a later resume only, the first policy of GRPO."""
     flags, out, seen, original = ["--lr=1e-2", "--warmup=0"], tmp_path / "run", [], train.Run.reference_model
     if base:
-        Transformer(tiny_config(vocab_size=260, eos_token_id=[256])).save_pretrained(tmp_path / "base")
-        Tokenizer.bytes().save(tmp_path / "base")
+        save_tiny(tmp_path / "base")
         flags += [f"--model={tmp_path / 'base'}"]
     monkeypatch.setattr(train.Run, "reference_model", lambda self: (seen.append(original(self)), seen[-1])[1])
     assert "kl" not in run(out, *flags, "--keep=9", "--save-every=1")[0] and not seen
@@ -3151,8 +3156,13 @@ def test_bench_exact(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def toy_bench(monkeypatch):
-    """bench.py on the CPU at a size of nothing: what its sections call, they call here as well."""
-    for name, value in {"DEVICE": "cpu", "VOCAB": 260, "QWEN3": {"1.7B": (128, 8, 128, 1)}}.items():
+    """bench.py on the CPU at a size of nothing: what a section calls on a GPU it calls here. The clock stands
+    still for kernels: all take 2 microseconds."""
+    def compare(contenders, *args, **options):
+        return {name: [call() for call in calls] and (2.0, 0.0) for name, calls in contenders.items()}
+    values = dict(DEVICE="cpu", VOCAB=260, QWEN3={"1.7B": (128, 8, 128, 1)}, COLD=1, copy_rate=lambda: 1e12,
+                  compare=compare, timed=lambda parts: [part() or 1 for part in parts])
+    for name, value in values.items():
         monkeypatch.setattr(bench, name, value)
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
@@ -3160,23 +3170,40 @@ def toy_bench(monkeypatch):
 
 
 @cpu_only
-def test_bench_step_and_rollout(toy_bench):
-    """Rollout and update as bench.py times them: every row has its rates, beside those of BF16."""
-    step = bench.Table("step", [], "x_bf16", key="model")
+def test_bench_kernels(toy_bench, capsys):
+    """All rows of kernels: what ours is compared with computes the same, or refuses and is named."""
+    table = bench.Table("toy", [], "us")
+    for case in bench.PRODUCTS:
+        bench.gemm_row(table, case, "40 x 130 x 300", 40, 130, 300)
+    for case, (shape, _, make) in bench.quant_cases(40, 128, 64).items():
+        make()()
+    bench.block_row(table, "1.7B", 20, 60)
+    bench.optimizer_row(table, "1.7B")
+    bench.attention_rows(table, 20, 60, 8, 4, 64)
+    bench.paged_row(table, 3, 70, 8, 4, 64)
+    bench.head_rows(table, 256, 32, 260)
+    assert [r["us"] for r in table.rows] == [2] * 14 and all(r["of_limit"] > 0 for r in table.rows)
+    assert sum("x_bf16" in r for r in table.rows) == 6 and sum("x_sdpa" in r for r in table.rows) == 2
+    with pytest.raises(RuntimeError, match="toy: theirs: relative difference 5.00e-01 from ours"):
+        bench.checked("toy", {"ours": [lambda: torch.ones(3)], "theirs": [lambda: torch.ones(3) / 2]}, 0.1)
+
+
+@cpu_only
+def test_bench_rollout_and_update(toy_bench):
+    """Their rows, the rates beside those of BF16."""
+    step, rollouts = (bench.Table(name, [], "x_bf16", key="model") for name in ("step", "rollout"))
+    prompts, n, limits = bench.rollout_request(2, 3, 40)
     for precision in ("bf16", "fp8"):
         bench.step_row(step, "1.7B", precision, 2, 3, 5, micro_tokens=200)
-    rollout = bench.Table("rollout", [], "x_bf16", key="model")
-    for precision, kv in bench.FLOWS[::3]:
-        prompts, n, limits = bench.rollout_request(2, 3, 40)
-        policy = bench.random_model("1.7B", precision, kv)
-        bench.rollout_row(rollout, policy, "1.7B", [p[:9] for p in prompts], n, limits, "2 x 3", theirs=1e9)
-    assert [(r["case"], r["precision"]) for r in step.rows] == [("6 x 5", "bf16"), ("6 x 5", "fp8")]
-    assert [(r["precision"], r["kv"]) for r in rollout.rows] == bench.FLOWS[::3]
-    for base, *rows in step.rows, rollout.rows:
-        assert base["x_bf16"] == 1
-        assert all(r["x_bf16"] == pytest.approx(r["tok_per_s"] / base["tok_per_s"]) for r in rows)
-    assert all(r["rollout_s"] > 0 and r["update_s"] > 0 for r in step.rows)
-    assert all(r["tokens"] == sum(limits) and 0 < r["x_transformers"] < 1 for r in rollout.rows)
+        policy = bench.random_model("1.7B", precision, kv=precision)
+        bench.rollout_row(rollouts, policy, "1.7B", [p[:9] for p in prompts], n, limits, "2 x 3", theirs=1e9)
+        _, policy, optimizer = bench.trained_model("1.7B", precision)
+        assert len(bench.update_seconds(policy, optimizer, 2, 9)) == 4
+    for base, ours in step.rows, rollouts.rows:
+        assert base["precision"] == "bf16" and base["x_bf16"] == 1
+        assert ours["x_bf16"] == pytest.approx(ours["tok_per_s"] / base["tok_per_s"])
+    assert all(r["case"] == "6 x 5" and r["rollout_s"] > 0 and r["update_s"] > 0 for r in step.rows)
+    assert all(r["tokens"] == sum(limits) and 0 < r["x_transformers"] < 1 for r in rollouts.rows)
 
 
 def test_bench_rows(tmp_path, capsys):
@@ -3199,9 +3226,7 @@ def test_mismatch_section(tmp_path, monkeypatch, capsys):
     """The exact flow is a line at zero; a rule lifted on one side shows from where it may, then is back."""
     monkeypatch.setattr(bench, "MISMATCH_QUICK", (1, 64))
     monkeypatch.setattr(model, "SPLIT", PAGE)
-    sizes = {"num_hidden_layers": 1, "vocab_size": 260, "max_position_embeddings": 1024}
-    Transformer(tiny_config(**sizes, eos_token_id=[256])).save_pretrained(tmp_path)
-    Tokenizer.bytes().save(tmp_path)
+    save_tiny(tmp_path)
     before, rows = {module: dict(vars(module)) for module in (model, fp8)}, []
     bench.mismatch(rows, True, str(tmp_path))
     assert before == {module: dict(vars(module)) for module in (model, fp8)}
@@ -3270,9 +3295,7 @@ def test_readme_command(tmp_path, monkeypatch, capsys, program, text):
     flags = {a.split("=")[0] for a in arguments if a.startswith("--")}
     assert flags <= known, f"{program}.py has no {sorted(flags - known)}"
     monkeypatch.chdir(tmp_path)
-    tokenizer = Tokenizer.bytes()
-    Transformer(tiny_config(vocab_size=260, eos_token_id=[256])).save_pretrained("model")
-    tokenizer.save("model")
+    save_tiny("model")
     write(Path("rows.jsonl"), *(f'{{"question": "{i} + 1?", "answer": "#### {i + 1}"}}' for i in range(30)))
     if program == "train":
         small = [a for a in TINY if not (a.startswith("--difficulty") and "--task=jsonl" in arguments)]
@@ -3285,7 +3308,7 @@ def test_readme_command(tmp_path, monkeypatch, capsys, program, text):
         assert call(program, arguments + small, monkeypatch) in (None, 0)
     else:
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-        monkeypatch.chdir(HERE)                    # its folders are there; a shell knows what * and {} stand for
+        monkeypatch.chdir(HERE)                     # its folders are there; a shell expands * and {}
         shell = subprocess.run(["bash", "-c", f"printf '%s\\n' {text}"], stdout=subprocess.PIPE, text=True)
         picture = tmp_path / "picture.png"
         assert call(program, [*shell.stdout.split(), f"--out={picture}"], monkeypatch) in (None, 0)
