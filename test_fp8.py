@@ -3170,7 +3170,7 @@ def toy_bench(monkeypatch):
 
 
 @cpu_only
-def test_bench_kernels(toy_bench, capsys):
+def test_bench_against_libraries(toy_bench, capsys):
     """All rows of kernels: what ours is compared with computes the same, or refuses and is named."""
     table = bench.Table("toy", [], "us")
     for case in bench.PRODUCTS:
