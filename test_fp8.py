@@ -3221,6 +3221,19 @@ def test_bench_rows(tmp_path, capsys):
     assert found["gemm", "fprop", "geometric mean"]["x_bf16"] == pytest.approx(4)
 
 
+FIGURES = HERE / "assets/README.md"
+
+
+@pytest.mark.parametrize("command", re.findall("^python bench.py (plot .+)", FIGURES.read_text(), re.M)
+                         if FIGURES.exists() else [])
+def test_figures_are_drawn_from_committed_logs(tmp_path, monkeypatch, command):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.chdir(HERE)
+    words = subprocess.run(["bash", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True).stdout
+    assert call("bench", [*words.split(), f"--out={tmp_path / 'picture.png'}"], monkeypatch) in (None, 0)
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
 @cpu_only
 def test_mismatch_section(tmp_path, monkeypatch, capsys):
     """The exact flow is a line at zero; a rule lifted on one side shows from where it may, then is back."""
@@ -3286,10 +3299,10 @@ def readme_commands():
 
 
 @pytest.mark.skipif(not readme_commands(), reason="README.md is not there, or shows no python command")
-@pytest.mark.parametrize("program, text", readme_commands() or [("train", "")])
-def test_readme_command(tmp_path, monkeypatch, capsys, program, text):
+@pytest.mark.parametrize("program, arguments", readme_commands() or [("train", "")])
+def test_readme_command(tmp_path, monkeypatch, capsys, program, arguments):
     """Its flags exist; and at a tiny size, with a checkpoint and data made here, it does what it says."""
-    arguments = shlex.split(text)
+    arguments = shlex.split(arguments)
     assert call(program, ["--help"], monkeypatch) in (None, 0)
     known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
     flags = {a.split("=")[0] for a in arguments if a.startswith("--")}
@@ -3306,10 +3319,8 @@ def test_readme_command(tmp_path, monkeypatch, capsys, program, text):
     elif program == "rollout":
         small = ["--model=model", "--max-new-tokens=8", "--device=cpu"]
         assert call(program, arguments + small, monkeypatch) in (None, 0)
-    else:
-        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-        monkeypatch.chdir(HERE)                     # its folders are there; a shell expands * and {}
-        shell = subprocess.run(["bash", "-c", f"printf '%s\\n' {text}"], stdout=subprocess.PIPE, text=True)
-        picture = tmp_path / "picture.png"
-        assert call(program, [*shell.stdout.split(), f"--out={picture}"], monkeypatch) in (None, 0)
-        assert picture.stat().st_size > 10_000
+    else:                                    # each section has a test of its own, or needs a GPU
+        ran, stub = [], lambda name: lambda rows, quick, *folders: ran.extend((name, *folders))
+        monkeypatch.setattr(bench, "SECTIONS", {name: stub(name) for name in bench.SECTIONS})
+        monkeypatch.setattr(bench, "ON_CPU", bench.SECTIONS)
+        assert call(program, [*arguments, "--quick"], monkeypatch) == 0 and ran == arguments
