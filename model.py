@@ -1606,6 +1606,12 @@ def value_operand(codes, D: tl.constexpr, PAGE: tl.constexpr, dtype: tl.constexp
     return tl.reshape(tl.permute(x, (0, 5, 3, 6, 1, 4, 2)), (PAGE, D))
 
 
+@jit
+def load_used(tiles, at, unused, D: tl.constexpr, PAGE: tl.constexpr):
+    """Rows at .. at + PAGE - 1 of `page_tiles`; the last `unused` ones of every chunk are zeros, not read."""
+    return tl.reshape(tiles.load([at - unused, 0, unused, 0]), (PAGE, D))
+
+
 @jit(do_not_specialize=["max_pages", "B"])
 def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengths, o, accs, tops, totals,
                            max_pages, B, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
@@ -1614,13 +1620,16 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
     """One program: the newest query of one sequence, all heads of one group, padded to 16 rows, over every
     ACROSS-th part of SPLIT keys. A lone part ends in o (B, H, D), else each in sums for the kernel below.
 
-    The number of pages comes from the device: a CUDA graph serves every length. Unused places of a page must
-    be finite: they count 0 times.
+    The number of pages comes from the device: a CUDA graph serves every length. Of the last page no more is
+    read than is used: codes of v up to a multiple of 16 keys, which must be finite, as they count 0 times.
     """
     b, g, start = tl.program_id(0) // G % B, tl.program_id(0) % G, tl.program_id(0) // (B * G)
     start_next()
     wait_for_inputs()
     length, i, place = tl.load(lengths + b), tl.arange(0, 16), tl.arange(0, PAGE)
+    # Keys in a row of a page's k, and keys whose codes of v share rows: see `code_places`.
+    k_keys: tl.constexpr = 1 if k_scales is None or D < 64 else D // 64
+    v_keys: tl.constexpr = 1 if k_scales is None else 16
     used, row, d = i < H // G, b * H + g * (H // G) + i, tl.arange(0, D)[None, :]
     query = tl.load(q + row[:, None] * D + d, mask=used[:, None], other=0)
     if k_scales is not None:
@@ -1629,8 +1638,8 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
         top, total, acc = no_keys(16, D)
         for begin in range(part * SPLIT, tl.minimum(length, part * SPLIT + SPLIT), PAGE):
             at = (tl.load(table + b * max_pages + begin // PAGE) * G + g) * PAGE
-            valid = begin + place < length
-            k, v_scale = k_tiles.load([at, 0]), None
+            valid, unused = begin + place < length, PAGE - tl.minimum(length - begin, PAGE)
+            k, v_scale = load_used(k_tiles, at, unused // k_keys, D, PAGE), None
             if k_scales is None:
                 scores = tl.dot(query, tl.trans(k))
             else:
@@ -1638,7 +1647,8 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
                 v_scale = (tl.load(v_scales + at + place, mask=valid, other=0) * 2.0 ** 120).to(query.dtype)
                 scores = tl.dot(query, key_operand(k, D, PAGE, query.dtype, PLAIN)) * k_scale[None, :]
             scores = tl.where(valid[None, :], scores, float("-inf"))
-            v = v_tiles.load([at, 0])  # under way as long as k, but into registers only now: there are few
+            # Under way as long as k, but into registers only now: there are few.
+            v = load_used(v_tiles, at, unused // v_keys * v_keys, D, PAGE)
             if k_scales is not None:
                 v = value_operand(v, D, PAGE, query.dtype, PLAIN)
             top, total, acc = softmax_step(scores, v, v_scale, top, total, acc, SCALE)
@@ -1692,6 +1702,18 @@ def check_head_size(D):
 def check_bf16(x, what):
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"{what} is {x.dtype}: the GPU kernels take torch.bfloat16; use a CPU for others")
+
+
+def page_tiles(pages, chunks=1):
+    """pages (P, G, PAGE, D) for TMA, as P * G * PAGE rows of which PAGE are read, in `chunks` parts.
+
+    A step along the first axis is one row, and so is one along the third, which ends with the chunk. So
+    [at - n, 0, n, 0] starts at row `at` and ends n rows early in every chunk; beyond an end TMA fills in
+    zeros. The first index is never negative, as page 0 is nobody's.
+    """
+    rows, D = pages.numel() // pages.shape[3], pages.shape[3]
+    return TensorDescriptor(pages, [rows - PAGE + 1, chunks, PAGE // chunks, D],
+                            [D, PAGE // chunks * D, D, 1], [1, chunks, PAGE // chunks, D])
 
 
 def tiles_of(x, rows):
@@ -1840,7 +1862,7 @@ def paged_attention(q, cache, page_table, lengths, quantize=False):
     k_pages, v_pages, k_scales, v_scales = pages_and_scales(cache)
     if k_scales is not None:
         k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
-    tiles = [TensorDescriptor.from_tensor(x.view(-1, D), [PAGE, D]) for x in (k_pages, v_pages)]
+    tiles = page_tiles(k_pages, 1 if k_scales is None or D < 64 else D // 64), page_tiles(v_pages)
     o, parts = torch.empty_like(q), fp8.cdiv(page_table.shape[1] * PAGE, SPLIT)
     accs = torch.empty(B, H, parts, D, device=q.device)
     tops, totals = torch.empty(2, B, H, parts, device=q.device)

@@ -976,13 +976,14 @@ def test_every_kernel_builds_for_hopper(background, module):
 
 
 def page_pool(values, lengths, seed=0):
-    """`values` (T, G, ...) on pages at random places, huge numbers elsewhere -> cache, table (B, max)."""
+    """`values` (T, G, ...) on pages at random places but page 0 -> cache, table (B, max). Elsewhere is NaN, or
+    the largest code: not read, or masked."""
     rng, device = random.Random(seed), values[0].device
     counts = [-(-n // model.PAGE) for n in lengths]
-    pages = list(range(sum(counts) + 3))
+    pages = list(range(1, sum(counts) + 4))
     rng.shuffle(pages)
-    cache = [torch.full((len(pages), x.shape[1], PAGE, *x.shape[2:]), 448.0 if x.dtype == fp8.E4M3 else 3e38)
-             .to(x.dtype).to(device) for x in values]
+    cache = [torch.full((len(pages) + 1, x.shape[1], PAGE, *x.shape[2:]),
+                        448.0 if x.dtype == fp8.E4M3 else torch.nan).to(x.dtype).to(device) for x in values]
     table = torch.full((len(lengths), max(counts + [1]) + 1), pages.pop(), dtype=torch.int32)
     slots = []
     for b, n in enumerate(lengths):
