@@ -1934,43 +1934,60 @@ def gumbel(seed, ids, position, key):
 
 
 @jit
-def logits_tile(x, w, inv_temp, T, V: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, VTILE: tl.constexpr,
-                STEP: tl.constexpr):
-    """-> FP32 logits (ROWS, VTILE) of this program, -inf beyond the vocabulary; its tile, tokens and ids.
+def logits_tile(index, x, w, inv_temp, T, V: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+                VTILE: tl.constexpr, STEP: tl.constexpr):
+    """-> FP32 logits (ROWS, VTILE) of a tile, -inf beyond the vocabulary; its place in the vocabulary, its
+    tokens and ids.
 
-    C is walked in ascending steps into one accumulator, whatever ROWS is. Token tiles are fastest in the
-    grid: a tile of w, by far the largest operand, is read from memory once. x (T,C) and w (V,C) are tensor
-    descriptors: the copy engine reads zeros past their ends.
+    C is walked in ascending steps into one accumulator, whatever ROWS is. Token tiles come fastest: a tile of
+    w, by far the largest operand, is read from memory once. x (T,C) and w (V,C) are tensor descriptors: the
+    copy engine reads zeros past their ends.
     """
-    tile, first = tl.program_id(0) // tl.cdiv(T, ROWS), tl.program_id(0) % tl.cdiv(T, ROWS) * ROWS
+    tile, first = index // tl.cdiv(T, ROWS), index % tl.cdiv(T, ROWS) * ROWS
     row, col = first + tl.arange(0, ROWS), tile * VTILE + tl.arange(0, VTILE)
     acc = tl.zeros((ROWS, VTILE), tl.float32)
-    start_next()
-    wait_for_inputs()
     for c in range(0, C, STEP):
         acc = tl.dot(x.load([first, c]), w.load([tile * VTILE, c]).T, acc)
     return tl.where((col < V)[None, :], acc * tl.load(inv_temp), float("-inf")), tile, row, col
 
 
+@jit
+def store_columns(rows, first, x, used, END: tl.constexpr):
+    """Stores x (rows, columns) at columns first, first + 1, .. up to END of `rows` (pointers), 64 at a time:
+    a store sorts its values in shared memory, of which the loads of the next tile leave little."""
+    columns: tl.constexpr = x.shape[1]
+    if columns > 64:
+        left, right = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, columns // 2)), (0, 2, 1)))
+        store_columns(rows, first, left, used, END)
+        store_columns(rows, first + columns // 2, right, used, END)
+    else:
+        col = first + tl.arange(0, columns)
+        tl.store(rows[:, None] + col, x.to(rows.dtype.element_ty), mask=used[:, None] & (col < END)[None, :])
+
+
 @jit(do_not_specialize=["T"])
 def head_kernel(x, w, inv_temp, targets, tops, sums, picked, T, V: tl.constexpr, C: tl.constexpr,
                 TILES: tl.constexpr, ROWS: tl.constexpr, VTILE: tl.constexpr, STEP: tl.constexpr):
-    """One program: a tile of logits, reduced at once to maxima and sums of exponentials, (T, TILES) each.
+    """Tiles of logits, reduced at once to maxima and sums of exponentials, (T, TILES) each. A program takes
+    one tile after another, and loads the next one while it reduces (flatten).
 
     picked (T,): the logits of the targets; without targets (T, TILES * VTILE): all logits, of which the
     merge below looks at one tile.
     """
-    logits, tile, row, col = logits_tile(x, w, inv_temp, T, V, C, ROWS, VTILE, STEP)
-    row64, used = row.to(tl.int64), row < T
-    top = tl.max(logits, 1)
-    tl.store(tops + row64 * TILES + tile, top, mask=used)
-    tl.store(sums + row64 * TILES + tile, tl.sum(tl.exp(logits - top[:, None]), 1), mask=used)
-    if targets is None:
-        tl.store(picked + row64[:, None] * (TILES * VTILE) + col[None, :], logits, mask=used[:, None])
-    else:
-        target = tl.load(targets + row, mask=used, other=-1)
-        logit = tl.sum(tl.where(col[None, :] == target[:, None], logits, 0.0), 1)          # one term: exact
-        tl.store(picked + row, logit, mask=used & (target // VTILE == tile))
+    start_next()
+    wait_for_inputs()
+    for index in tl.range(tl.program_id(0), tl.cdiv(T, ROWS) * TILES, tl.num_programs(0), flatten=True):
+        logits, tile, row, col = logits_tile(index, x, w, inv_temp, T, V, C, ROWS, VTILE, STEP)
+        row64, used = row.to(tl.int64), row < T
+        top = tl.max(logits, 1)
+        tl.store(tops + row64 * TILES + tile, top, mask=used)
+        tl.store(sums + row64 * TILES + tile, tl.sum(tl.exp(logits - top[:, None]), 1), mask=used)
+        if targets is None:
+            store_columns(picked + row64 * (TILES * VTILE), tile * VTILE, logits, used, TILES * VTILE)
+        else:
+            target = tl.load(targets + row, mask=used, other=-1)
+            logit = tl.sum(tl.where(col[None, :] == target[:, None], logits, 0.0), 1)      # one term: exact
+            tl.store(picked + row, logit, mask=used & (target // VTILE == tile))
 
 
 @jit
@@ -2001,14 +2018,16 @@ def head_merge_kernel(tops, sums, picked, noise, seed, keys, positions, tokens, 
     tl.store(lse + t, top + log_sum)
 
 
-def launch_head(kernel, x, w, *args):
-    """Runs one of the kernels that begin with `logits_tile` over all of x (T,C) and w (V,C)."""
+def launch_head(kernel, x, w, *args, **options):
+    """Runs one of the kernels that loop over `logits_tile` over all of x (T,C) and w (V,C)."""
     # 16 rows a warp, so that a row's sum lies within a warp: measured to give equal bits.
     (T, C), V, tiles, step = x.shape, len(w), triton.cdiv(len(w), VTILE), 64
     rows, describe = 64 if T <= 64 else 128, TensorDescriptor.from_tensor
-    launch(kernel, triton.cdiv(T, rows) * tiles, describe(x, [rows, step]), describe(w, [VTILE, step]), *args,
-           T, V, C, tiles, rows, VTILE, step, num_warps=rows // 16, num_stages=4 if rows == 64 else 3,
-           waits=True)
+    count, processors = triton.cdiv(T, rows) * tiles, fp8.multiprocessors(x.device)
+    # Four stages leave 32 KB of a Hopper's shared memory to `store_columns`; other GPUs may have less.
+    launch(kernel, min(count, processors or count), describe(x, [rows, step]), describe(w, [VTILE, step]),
+           *args, T, V, C, tiles, rows, VTILE, step, num_warps=rows // 16, num_stages=4 if processors else 2,
+           **options)
 
 
 def head_forward(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=None, positions=None):
@@ -2029,7 +2048,7 @@ def head_forward(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=
         picked = new(n, tiles * VTILE) if drawing else new(n).fill_(torch.nan)
         target = None if drawing else tokens[part]
         name = (seed, keys[part], positions[part]) if drawing else (None,) * 3
-        launch_head(head_kernel, hidden[part], w, inv_temp, target, tops, sums, picked)
+        launch_head(head_kernel, hidden[part], w, inv_temp, target, tops, sums, picked, waits=True)
         launch(head_merge_kernel, n, tops, sums, picked, noise, *name, tokens[part], logprobs[part],
                lse[part], V, tiles, VTILE, triton.next_power_of_2(tiles), num_warps=4, waits=True)
     return tokens, logprobs, lse
@@ -2043,16 +2062,17 @@ def dlogits_reference(hidden, w, inv_temp, targets, lse, grad):
 @jit(do_not_specialize=["T"])
 def dlogits_kernel(x, w, inv_temp, targets, lse, grad, out, T, V: tl.constexpr, C: tl.constexpr,
                    TILES: tl.constexpr, ROWS: tl.constexpr, VTILE: tl.constexpr, STEP: tl.constexpr):
-    """One program: a tile of logits once more, and in its place the gradient, which alone is stored."""
-    logits, tile, row, col = logits_tile(x, w, inv_temp, T, V, C, ROWS, VTILE, STEP)
-    used = row < T
-    log_sum = tl.load(lse + row, mask=used, other=0)
-    scale = tl.load(grad + row, mask=used, other=0) * tl.load(inv_temp)
-    target = tl.load(targets + row, mask=used, other=-1)
-    onehot = (col[None, :] == target[:, None]).to(tl.float32)
-    dlogits = (onehot - tl.exp(logits - log_sum[:, None])) * scale[:, None]
-    out += row.to(tl.int64)[:, None] * V + col[None, :]
-    tl.store(out, dlogits.to(out.dtype.element_ty), mask=used[:, None] & (col < V)[None, :])
+    """Tiles of logits once more, and in their place the gradient, which alone is stored."""
+    for index in range(tl.program_id(0), tl.cdiv(T, ROWS) * TILES, tl.num_programs(0)):
+        logits, tile, row, col = logits_tile(index, x, w, inv_temp, T, V, C, ROWS, VTILE, STEP)
+        used = row < T
+        log_sum = tl.load(lse + row, mask=used, other=0)
+        scale = tl.load(grad + row, mask=used, other=0) * tl.load(inv_temp)
+        target = tl.load(targets + row, mask=used, other=-1)
+        onehot = (col[None, :] == target[:, None]).to(tl.float32)
+        dlogits = (onehot - tl.exp(logits - log_sum[:, None])) * scale[:, None]
+        at = out + row.to(tl.int64)[:, None] * V + col[None, :]
+        tl.store(at, dlogits.to(out.dtype.element_ty), mask=used[:, None] & (col < V)[None, :])
 
 
 def dlogits(hidden, w, inv_temp, targets, lse, grad):
