@@ -1478,6 +1478,12 @@ def value_operand(codes, D: tl.constexpr, PAGE: tl.constexpr, dtype: tl.constexp
     return tl.reshape(tl.permute(x, (0, 5, 3, 6, 1, 4, 2)), (PAGE, D))
 
 
+@jit
+def load_used(tiles, at, unused, D: tl.constexpr, PAGE: tl.constexpr):
+    """Rows at .. at + PAGE - 1 of `page_tiles`; the last `unused` ones of every chunk are zeros, not read."""
+    return tl.reshape(tiles.load([at - unused, 0, unused, 0]), (PAGE, D))
+
+
 @jit(do_not_specialize=["max_pages", "B"])
 def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengths, o, accs, tops, totals,
                            max_pages, B, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
@@ -1486,13 +1492,16 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
     """One program: the newest query of one sequence, all heads of one group, padded to 16 rows, over every
     ACROSS-th part of SPLIT keys. A lone part ends in o (B, H, D), else each in sums for the kernel below.
 
-    The number of pages comes from the device: a CUDA graph serves every length. Unused places of a page must
-    be finite: they count 0 times.
+    The number of pages comes from the device: a CUDA graph serves every length. Of the last page no more is
+    read than is used: codes of v up to a multiple of 16 keys, which must be finite, as they count 0 times.
     """
     b, g, start = tl.program_id(0) // G % B, tl.program_id(0) % G, tl.program_id(0) // (B * G)
     start_next()
     wait_for_inputs()
     length, i, place = tl.load(lengths + b), tl.arange(0, 16), tl.arange(0, PAGE)
+    # Keys in a row of a page's k, and keys whose codes of v share rows: see `code_places`.
+    k_keys: tl.constexpr = 1 if k_scales is None or D < 64 else D // 64
+    v_keys: tl.constexpr = 1 if k_scales is None else 16
     used, row, d = i < H // G, b * H + g * (H // G) + i, tl.arange(0, D)[None, :]
     query = tl.load(q + row[:, None] * D + d, mask=used[:, None], other=0)
     if k_scales is not None:
@@ -1501,8 +1510,8 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
         top, total, acc = no_keys(16, D)
         for begin in range(part * SPLIT, tl.minimum(length, part * SPLIT + SPLIT), PAGE):
             at = (tl.load(table + b * max_pages + begin // PAGE) * G + g) * PAGE
-            valid = begin + place < length
-            k, v_scale = k_tiles.load([at, 0]), None
+            valid, unused = begin + place < length, PAGE - tl.minimum(length - begin, PAGE)
+            k, v_scale = load_used(k_tiles, at, unused // k_keys, D, PAGE), None
             if k_scales is None:
                 scores = tl.dot(query, tl.trans(k))
             else:
@@ -1510,7 +1519,8 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
                 v_scale = (tl.load(v_scales + at + place, mask=valid, other=0) * 2.0 ** 120).to(query.dtype)
                 scores = tl.dot(query, key_operand(k, D, PAGE, query.dtype, PLAIN)) * k_scale[None, :]
             scores = tl.where(valid[None, :], scores, float("-inf"))
-            v = v_tiles.load([at, 0])  # under way as long as k, but into registers only now: there are few
+            # Under way as long as k, but into registers only now: there are few.
+            v = load_used(v_tiles, at, unused // v_keys * v_keys, D, PAGE)
             if k_scales is not None:
                 v = value_operand(v, D, PAGE, query.dtype, PLAIN)
             top, total, acc = softmax_step(scores, v, v_scale, top, total, acc, SCALE)
@@ -1564,6 +1574,18 @@ def check_head_size(D):
 def check_bf16(x, what):
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"{what} is {x.dtype}: the GPU kernels take torch.bfloat16; use a CPU for others")
+
+
+def page_tiles(pages, chunks=1):
+    """pages (P, G, PAGE, D) for TMA, as P * G * PAGE rows of which PAGE are read, in `chunks` parts.
+
+    A step along the first axis is one row, and so is one along the third, which ends with the chunk. So
+    [at - n, 0, n, 0] starts at row `at` and ends n rows early in every chunk; beyond an end TMA fills in
+    zeros. The first index is never negative, as page 0 is nobody's.
+    """
+    rows, D = pages.numel() // pages.shape[3], pages.shape[3]
+    return TensorDescriptor(pages, [rows - PAGE + 1, chunks, PAGE // chunks, D],
+                            [D, PAGE // chunks * D, D, 1], [1, chunks, PAGE // chunks, D])
 
 
 def tiles_of(x, rows):
@@ -1706,7 +1728,7 @@ def paged_attention(q, cache, page_table, lengths, quantize=False):
     k_pages, v_pages, k_scales, v_scales = pages_and_scales(cache)
     if k_scales is not None:
         k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
-    tiles = [TensorDescriptor.from_tensor(x.view(-1, D), [PAGE, D]) for x in (k_pages, v_pages)]
+    tiles = page_tiles(k_pages, 1 if k_scales is None or D < 64 else D // 64), page_tiles(v_pages)
     o, parts = torch.empty_like(q), fp8.cdiv(page_table.shape[1] * PAGE, SPLIT)
     accs = torch.empty(B, H, parts, D, device=q.device)
     tops, totals = torch.empty(2, B, H, parts, device=q.device)
@@ -1779,43 +1801,60 @@ def gumbel(seed, ids, position, key):
 
 
 @jit
-def logits_tile(x, w, inv_temp, T, V: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, VTILE: tl.constexpr,
-                STEP: tl.constexpr):
-    """-> FP32 logits (ROWS, VTILE) of this program, -inf beyond the vocabulary; its tile, tokens and ids.
+def logits_tile(index, x, w, inv_temp, T, V: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+                VTILE: tl.constexpr, STEP: tl.constexpr):
+    """-> FP32 logits (ROWS, VTILE) of a tile, -inf beyond the vocabulary; its place in the vocabulary, its
+    tokens and ids.
 
-    C is walked in ascending steps into one accumulator, whatever ROWS is. Token tiles are fastest in the
-    grid: a tile of w, by far the largest operand, is read from memory once. x (T,C) and w (V,C) are tensor
-    descriptors: the copy engine reads zeros past their ends.
+    C is walked in ascending steps into one accumulator, whatever ROWS is. Token tiles come fastest: a tile of
+    w, by far the largest operand, is read from memory once. x (T,C) and w (V,C) are tensor descriptors: the
+    copy engine reads zeros past their ends.
     """
-    tile, first = tl.program_id(0) // tl.cdiv(T, ROWS), tl.program_id(0) % tl.cdiv(T, ROWS) * ROWS
+    tile, first = index // tl.cdiv(T, ROWS), index % tl.cdiv(T, ROWS) * ROWS
     row, col = first + tl.arange(0, ROWS), tile * VTILE + tl.arange(0, VTILE)
     acc = tl.zeros((ROWS, VTILE), tl.float32)
-    start_next()
-    wait_for_inputs()
     for c in range(0, C, STEP):
         acc = tl.dot(x.load([first, c]), w.load([tile * VTILE, c]).T, acc)
     return tl.where((col < V)[None, :], acc * tl.load(inv_temp), float("-inf")), tile, row, col
 
 
+@jit
+def store_columns(rows, first, x, used, END: tl.constexpr):
+    """Stores x (rows, columns) at columns first, first + 1, .. up to END of `rows` (pointers), 64 at a time:
+    a store sorts its values in shared memory, of which the loads of the next tile leave little."""
+    columns: tl.constexpr = x.shape[1]
+    if columns > 64:
+        left, right = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, columns // 2)), (0, 2, 1)))
+        store_columns(rows, first, left, used, END)
+        store_columns(rows, first + columns // 2, right, used, END)
+    else:
+        col = first + tl.arange(0, columns)
+        tl.store(rows[:, None] + col, x.to(rows.dtype.element_ty), mask=used[:, None] & (col < END)[None, :])
+
+
 @jit(do_not_specialize=["T"])
 def head_kernel(x, w, inv_temp, targets, tops, sums, picked, T, V: tl.constexpr, C: tl.constexpr,
                 TILES: tl.constexpr, ROWS: tl.constexpr, VTILE: tl.constexpr, STEP: tl.constexpr):
-    """One program: a tile of logits, reduced at once to maxima and sums of exponentials, (T, TILES) each.
+    """Tiles of logits, reduced at once to maxima and sums of exponentials, (T, TILES) each. A program takes
+    one tile after another, and loads the next one while it reduces (flatten).
 
     picked (T,): the logits of the targets; without targets (T, TILES * VTILE): all logits, of which the
     merge below looks at one tile.
     """
-    logits, tile, row, col = logits_tile(x, w, inv_temp, T, V, C, ROWS, VTILE, STEP)
-    row64, used = row.to(tl.int64), row < T
-    top = tl.max(logits, 1)
-    tl.store(tops + row64 * TILES + tile, top, mask=used)
-    tl.store(sums + row64 * TILES + tile, tl.sum(tl.exp(logits - top[:, None]), 1), mask=used)
-    if targets is None:
-        tl.store(picked + row64[:, None] * (TILES * VTILE) + col[None, :], logits, mask=used[:, None])
-    else:
-        target = tl.load(targets + row, mask=used, other=-1)
-        logit = tl.sum(tl.where(col[None, :] == target[:, None], logits, 0.0), 1)          # one term: exact
-        tl.store(picked + row, logit, mask=used & (target // VTILE == tile))
+    start_next()
+    wait_for_inputs()
+    for index in tl.range(tl.program_id(0), tl.cdiv(T, ROWS) * TILES, tl.num_programs(0), flatten=True):
+        logits, tile, row, col = logits_tile(index, x, w, inv_temp, T, V, C, ROWS, VTILE, STEP)
+        row64, used = row.to(tl.int64), row < T
+        top = tl.max(logits, 1)
+        tl.store(tops + row64 * TILES + tile, top, mask=used)
+        tl.store(sums + row64 * TILES + tile, tl.sum(tl.exp(logits - top[:, None]), 1), mask=used)
+        if targets is None:
+            store_columns(picked + row64 * (TILES * VTILE), tile * VTILE, logits, used, TILES * VTILE)
+        else:
+            target = tl.load(targets + row, mask=used, other=-1)
+            logit = tl.sum(tl.where(col[None, :] == target[:, None], logits, 0.0), 1)      # one term: exact
+            tl.store(picked + row, logit, mask=used & (target // VTILE == tile))
 
 
 @jit
@@ -1846,14 +1885,16 @@ def head_merge_kernel(tops, sums, picked, noise, seed, keys, positions, tokens, 
     tl.store(lse + t, top + log_sum)
 
 
-def launch_head(kernel, x, w, *args):
-    """Runs one of the kernels that begin with `logits_tile` over all of x (T,C) and w (V,C)."""
+def launch_head(kernel, x, w, *args, **options):
+    """Runs one of the kernels that loop over `logits_tile` over all of x (T,C) and w (V,C)."""
     # 16 rows a warp, so that a row's sum lies within a warp: measured to give equal bits.
     (T, C), V, tiles, step = x.shape, len(w), triton.cdiv(len(w), VTILE), 64
     rows, describe = 64 if T <= 64 else 128, TensorDescriptor.from_tensor
-    launch(kernel, triton.cdiv(T, rows) * tiles, describe(x, [rows, step]), describe(w, [VTILE, step]), *args,
-           T, V, C, tiles, rows, VTILE, step, num_warps=rows // 16, num_stages=4 if rows == 64 else 3,
-           waits=True)
+    count, processors = triton.cdiv(T, rows) * tiles, fp8.multiprocessors(x.device)
+    # Four stages leave 32 KB of a Hopper's shared memory to `store_columns`; other GPUs may have less.
+    launch(kernel, min(count, processors or count), describe(x, [rows, step]), describe(w, [VTILE, step]),
+           *args, T, V, C, tiles, rows, VTILE, step, num_warps=rows // 16, num_stages=4 if processors else 2,
+           **options)
 
 
 def head_forward(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=None, positions=None):
@@ -1874,7 +1915,7 @@ def head_forward(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=
         picked = new(n, tiles * VTILE) if drawing else new(n).fill_(torch.nan)
         target = None if drawing else tokens[part]
         name = (seed, keys[part], positions[part]) if drawing else (None,) * 3
-        launch_head(head_kernel, hidden[part], w, inv_temp, target, tops, sums, picked)
+        launch_head(head_kernel, hidden[part], w, inv_temp, target, tops, sums, picked, waits=True)
         launch(head_merge_kernel, n, tops, sums, picked, noise, *name, tokens[part], logprobs[part],
                lse[part], V, tiles, VTILE, triton.next_power_of_2(tiles), num_warps=4, waits=True)
     return tokens, logprobs, lse
@@ -1888,16 +1929,17 @@ def dlogits_reference(hidden, w, inv_temp, targets, lse, grad):
 @jit(do_not_specialize=["T"])
 def dlogits_kernel(x, w, inv_temp, targets, lse, grad, out, T, V: tl.constexpr, C: tl.constexpr,
                    TILES: tl.constexpr, ROWS: tl.constexpr, VTILE: tl.constexpr, STEP: tl.constexpr):
-    """One program: a tile of logits once more, and in its place the gradient, which alone is stored."""
-    logits, tile, row, col = logits_tile(x, w, inv_temp, T, V, C, ROWS, VTILE, STEP)
-    used = row < T
-    log_sum = tl.load(lse + row, mask=used, other=0)
-    scale = tl.load(grad + row, mask=used, other=0) * tl.load(inv_temp)
-    target = tl.load(targets + row, mask=used, other=-1)
-    onehot = (col[None, :] == target[:, None]).to(tl.float32)
-    dlogits = (onehot - tl.exp(logits - log_sum[:, None])) * scale[:, None]
-    out += row.to(tl.int64)[:, None] * V + col[None, :]
-    tl.store(out, dlogits.to(out.dtype.element_ty), mask=used[:, None] & (col < V)[None, :])
+    """Tiles of logits once more, and in their place the gradient, which alone is stored."""
+    for index in range(tl.program_id(0), tl.cdiv(T, ROWS) * TILES, tl.num_programs(0)):
+        logits, tile, row, col = logits_tile(index, x, w, inv_temp, T, V, C, ROWS, VTILE, STEP)
+        used = row < T
+        log_sum = tl.load(lse + row, mask=used, other=0)
+        scale = tl.load(grad + row, mask=used, other=0) * tl.load(inv_temp)
+        target = tl.load(targets + row, mask=used, other=-1)
+        onehot = (col[None, :] == target[:, None]).to(tl.float32)
+        dlogits = (onehot - tl.exp(logits - log_sum[:, None])) * scale[:, None]
+        at = out + row.to(tl.int64)[:, None] * V + col[None, :]
+        tl.store(at, dlogits.to(out.dtype.element_ty), mask=used[:, None] & (col < V)[None, :])
 
 
 def dlogits(hidden, w, inv_temp, targets, lse, grad):
