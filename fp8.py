@@ -123,9 +123,11 @@ COMPILED = tl.constexpr(not INTERPRET)
 
 @jit
 def start_next():
-    """The next kernel may start, as far as there is room beside this one."""
+    """The next kernel may start, as far as there is room beside this one. To say so takes a program longer
+    than the work of a small one: grids of many programs, as in training, do not."""
     if COMPILED and tl.target_info.cuda_capability_geq(9, 0):
-        tl.extra.cuda.gdc_launch_dependents()
+        if tl.num_programs(0) < 5000:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit
