@@ -29,6 +29,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import gc
 import importlib
 import itertools
 import json
@@ -315,6 +316,7 @@ def random_model(size, precision, kv="bf16", **changes):
     sizes = dict(vocab_size=VOCAB, hidden_size=C, intermediate_size=width, num_hidden_layers=layers,
                  num_attention_heads=H, num_key_value_heads=8, head_dim=128, max_position_embeddings=20480,
                  model_type="qwen3", rope_theta=1e6, tie_word_embeddings=size != "8B", eos_token_id=[0])
+    gc.collect()              # a sampler and its graphs hold each other, and the model before
     torch.cuda.empty_cache()
     model = Transformer(Config(**sizes | changes), precision, DEVICE, seed=None, kv=kv)
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -951,7 +953,7 @@ def rollout_request(prompts, n, longest):
 
 
 def rollout_row(table, model, size, prompts, n, limits, case, slots=256, theirs=None):
-    """generate() with its graphs captured before: a training run captures them once."""
+    """generate() with its graphs captured and its memory taken before: a training run does so once."""
     sampler, everything = Sampler(model, max_slots=slots), range(model.config.vocab_size)
     limits = [limits] * (len(prompts) * n) if isinstance(limits, int) else limits
     for few in (len(prompts), 1, 2, 4, 8, 16, 32):            # prefills of every size; each stops at once
@@ -959,6 +961,7 @@ def rollout_row(table, model, size, prompts, n, limits, case, slots=256, theirs=
     for B in BUCKETS:
         if B <= sampler.slots:
             sampler._graph(B)
+    sampler.generate(prompts, n, [min(8, limit) for limit in limits], stop=[])
     out = sampler.generate(prompts, n, limits, stop=[])
     table.add(case, size, precision=model.precision, kv=model.kv, tok_per_s=out.tok_per_s,
               x_transformers=theirs and out.tok_per_s / theirs, occupancy=out.occupancy, seconds=out.seconds,
@@ -1025,9 +1028,8 @@ def trained_model(size, precision, **flags):
     large = size == "8B"
     cfg = dataclasses.replace(train.Config(precision=precision, micro_tokens=16384, recompute=large,
                                            states="bf16" if large else "fp32"), **flags)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     model = random_model(size, precision)
+    torch.cuda.reset_peak_memory_stats()
     model.recompute = cfg.recompute
     return cfg, model, fp8.AdamW(model.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: False,
                                  states=train.STATES[cfg.states])
