@@ -1391,9 +1391,10 @@ def draw(panels, rows=1):
     columns = len(panels) // rows
     figure, axes = plt.subplots(rows, columns, figsize=(min(6 * columns, 14), 4 * rows), squeeze=False,
                                 constrained_layout=True)
+    colors = {"exact": "k"}                      # of a curve in every panel; its label may end in "(number)"
     for axis, (title, x_label, x_scale, y_scale, curves) in zip(axes.flat, panels):
-        for i, (curve, (x, y, *band)) in enumerate(curves.items()):
-            color = "k" if curve.startswith("exact") else f"C{i}"
+        for curve, (x, y, *band) in curves.items():
+            color = colors.setdefault(curve.partition(" (")[0], f"C{len(colors) - 1}")
             axis.plot(x, y, label=curve, linewidth=1.3, color=color)
             if band:
                 axis.fill_between(x, *band, color=color, alpha=0.2, linewidth=0)
@@ -1403,7 +1404,9 @@ def draw(panels, rows=1):
             axis.set_yscale("symlog", linthresh=1e-6)
             axis.set_ylim(bottom=-1e-7)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        if axis is axes.flat[0] or curves.keys() != panels[0][-1].keys():      # one for panels with equal ones
+            beside = dict(loc="center left", bbox_to_anchor=(1, 0.5)) if len(curves) > 5 else {}
+            axis.legend(fontsize=8, **beside)
     return figure, axes.flat
 
 

@@ -44,7 +44,7 @@ from fp8 import (cdiv, jit, launch, overlapped, round_up, start_next, tl, triton
 from model import KV_TYPES, PAGE, PRECISIONS, SPLIT, Config, Tokenizer, Transformer, folder_from_name, sample
 
 STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}   # decode steps: a finished row idles for half of them on average
-PREFILL_TOKENS = 8192     # packed tokens of one prefill call; only a longer single sequence exceeds it
+PREFILL_TOKENS = 16384    # packed tokens of one prefill call; only a longer single sequence exceeds it
 GROWTH_PAGES = 2          # free pages left to each running sequence when another one is admitted
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512)   # rows of the graphs: a capture each, and idle rows cost little
 QUIET_SECONDS = 10        # between two lines of progress, so shorter rollouts show none
