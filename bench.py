@@ -792,12 +792,12 @@ def attention_rows(table, S, T, H, G, D):
 def paged_row(table, B, length, H, G, D, fp8_kv=False):
     """One decode step of B sequences over shuffled pages, against the bytes of their keys and values."""
     each = -(-length // PAGE)
-    cache = empty_cache(B * each, G, D, fp8_kv, torch.bfloat16, DEVICE)
+    cache = empty_cache(B * each + 1, G, D, fp8_kv, torch.bfloat16, DEVICE)
     for x in cache:
         x.copy_(randn(*x.shape))
-    pages = torch.randperm(B * each, device=DEVICE).int().view(B, each)
+    pages = torch.randperm(B * each, device=DEVICE).int().view(B, each) + 1          # page 0 is nobody's
     lengths, q = torch.full((B,), length, dtype=torch.int32, device=DEVICE), randn(B, H, D)
-    bytes_moved = sum(x.nbytes for x in cache) + 4 * B * H * D
+    bytes_moved = sum(x[1:].nbytes for x in cache) + 4 * B * H * D
     times = compare({"ours": [lambda: paged_attention(q, cache, pages, lengths)]})
     table.add_times("decode", f"{B} x {length}, heads {H}/{G} x {D}", times, limit_us(bytes_moved),
                     bytes_moved=bytes_moved, kv="fp8" if fp8_kv else "bf16")
@@ -876,6 +876,7 @@ def step_bytes(sampler, B, context):
 @contextlib.contextmanager
 def only_80_gb():
     """Takes the rest of this GPU's memory away."""
+    gc.collect()
     torch.cuda.empty_cache()
     rest = max(0, torch.cuda.mem_get_info()[0] - 80 * 10**9)
     taken = torch.empty(rest, dtype=torch.uint8, device=DEVICE)
@@ -1089,6 +1090,7 @@ def train_rows(table, size, lengths):
 
 def transformers_step(recompute):
     """A step of the library as it comes: BF16, SDPA, fused AdamW; 8 sequences of 1024 tokens. -> tokens/s"""
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = transformers_model().train()
@@ -1129,6 +1131,7 @@ def train_section(rows, quick):
 
 def step_row(table, size, precision, prompts, samples, length, where="", **flags):
     """One GRPO step, rollout and update, as train.py runs it."""
+    gc.collect()
     held = torch.cuda.memory_allocated() / 2**30
     cfg, model, optimizer = trained_model(size, precision, **flags)
     sampler, one = Sampler(model), torch.ones(1, device=DEVICE)
@@ -1404,7 +1407,7 @@ def draw(panels, rows=1):
             axis.set_yscale("symlog", linthresh=1e-6)
             axis.set_ylim(bottom=-1e-7)
         axis.grid(alpha=0.3)
-        if axis is axes.flat[0] or curves.keys() != panels[0][-1].keys():      # one for panels with equal ones
+        if axis is axes.flat[0] or curves.keys() != panels[0][-1].keys():       # one where all are equal
             beside = dict(loc="center left", bbox_to_anchor=(1, 0.5)) if len(curves) > 5 else {}
             axis.legend(fontsize=8, **beside)
     return figure, axes.flat

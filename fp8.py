@@ -105,9 +105,10 @@ def overlapped():
     """Within it a kernel may start before the one ahead of it ends: a decode step has hundreds of kernels,
     most of which work for no longer than a start takes.
 
-    Each says when the next one may come ("programmatic dependent launch", of Hopper and later). So programs
-    take their places as soon as there are free ones, and wait there for what they read. decode_kernel reads
-    its weights before it waits: no kernel that writes weights may let the next one come, and none does.
+    Those of a step say when the next may come ("programmatic dependent launch", of Hopper and later). So
+    programs take their places as soon as there are free ones, and wait there for what they read.
+    decode_kernel reads its weights before it waits: no kernel that writes weights may let the next one come,
+    and none does.
     """
     global overlap
     nvidia = torch.cuda.is_available() and not torch.version.hip

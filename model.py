@@ -181,6 +181,9 @@ class Transformer(nn.Module):
         for name, tensor in pairs:
             if name not in weights:
                 raise ValueError(f"weight '{name}': the model has no such tensor, or was given it before")
+            if tensor.shape != weights[name].shape:
+                raise ValueError(f"weight '{name}' of shape {tuple(weights[name].shape)} was given "
+                                 f"{tuple(tensor.shape)}")
             weights.pop(name).write(tensor)
         if weights:
             raise ValueError(f"no tensor was given for: {', '.join(weights)}")
@@ -521,6 +524,8 @@ def _open_safetensors(path):
         if pointer:
             raise ValueError(f"{path} is a Git LFS pointer, not weights: run git lfs pull")
         raise ValueError(f"download {path} again: cut off, or not what its header describes ({error})")
+    except OSError as error:
+        raise OSError(f"{path} cannot be read ({error})")
 
 
 def _find_tensors(folder):
@@ -586,6 +591,8 @@ def write_tensors(folder, config, pairs):
     name, tensor) pairs."""
     parts, out = tensor_map(config), {}
     for name, tensor in pairs:
+        if name not in parts:
+            raise ValueError(f"tensor '{name}': the model has no such tensor, or was given it before")
         pieces = parts.pop(name)
         for (theirs, _), piece in zip(pieces, tensor.detach().split([shape[0] for _, shape in pieces])):
             # Copied even when nothing is converted: safetensors refuses pieces that share one storage.
@@ -1716,8 +1723,8 @@ def paged_attention(q, cache, page_table, lengths, quantize=False):
     """One new token a sequence: q (B,H,D) over the pages page_table (B, max) int32 of `cache` -> (B, H*D), or
     its row-wise (codes, scales) when `quantize`.
 
-    lengths (B,) int32 count the new token, whose k and v are already in place; length 0 gives zeros. The
-    bits equal the token's row in `attention`. """
+    lengths (B,) int32 count the new token, whose k and v are already in place; length 0 gives zeros. Page 0
+    is no sequence's. The bits equal the token's row in `attention`."""
     if not use_kernels(q):
         o = paged_attention_reference(q, cache, page_table, lengths).flatten(1)
         return fp8.quantize_rows(o) if quantize else o
@@ -1819,17 +1826,16 @@ def logits_tile(index, x, w, inv_temp, T, V: tl.constexpr, C: tl.constexpr, ROWS
 
 
 @jit
-def store_columns(rows, first, x, used, END: tl.constexpr):
-    """Stores x (rows, columns) at columns first, first + 1, .. up to END of `rows` (pointers), 64 at a time:
-    a store sorts its values in shared memory, of which the loads of the next tile leave little."""
+def store_columns(rows, first, x, used):
+    """Stores x (rows, columns) at columns first, first + 1, .. of `rows` (pointers), 64 at a time: a store
+    sorts its values in shared memory, of which the loads of the next tile leave little."""
     columns: tl.constexpr = x.shape[1]
     if columns > 64:
         left, right = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, columns // 2)), (0, 2, 1)))
-        store_columns(rows, first, left, used, END)
-        store_columns(rows, first + columns // 2, right, used, END)
+        store_columns(rows, first, left, used)
+        store_columns(rows, first + columns // 2, right, used)
     else:
-        col = first + tl.arange(0, columns)
-        tl.store(rows[:, None] + col, x.to(rows.dtype.element_ty), mask=used[:, None] & (col < END)[None, :])
+        tl.store(rows[:, None] + first + tl.arange(0, columns), x, mask=used[:, None])
 
 
 @jit(do_not_specialize=["T"])
@@ -1850,7 +1856,7 @@ def head_kernel(x, w, inv_temp, targets, tops, sums, picked, T, V: tl.constexpr,
         tl.store(tops + row64 * TILES + tile, top, mask=used)
         tl.store(sums + row64 * TILES + tile, tl.sum(tl.exp(logits - top[:, None]), 1), mask=used)
         if targets is None:
-            store_columns(picked + row64 * (TILES * VTILE), tile * VTILE, logits, used, TILES * VTILE)
+            store_columns(picked + row64 * (TILES * VTILE), tile * VTILE, logits, used)
         else:
             target = tl.load(targets + row, mask=used, other=-1)
             logit = tl.sum(tl.where(col[None, :] == target[:, None], logits, 0.0), 1)      # one term: exact

@@ -129,7 +129,9 @@ def parse(argv):
         takes = (dict(action=argparse.BooleanOptionalAction) if f.type is bool else
                  dict(type=f.type, choices=f.metadata["choices"]))
         several = type(f.default) is tuple
-        shown = "{}; on a CPU {}; with --model {}".format(*f.default) if several else f.default
+        words = "{}", "on a CPU {}", "with --model {}"
+        shown = f.default if not several else "; ".join(
+            word.format(value) for word, value in zip(words, f.default) if value is not None)
         text = f"{f.metadata['help']} [{shown}]"
         parser.add_argument(flag(f.name), default=f.default, help=text, **takes)
     known, unknown = parser.parse_known_args(argv)
@@ -159,9 +161,11 @@ def check(cfg):
     refuse(cfg.device.startswith("cuda") and not torch.cuda.is_available(),
            "--device=cuda, but torch sees no CUDA device: check the driver, or use the CPU")
     refuse(cfg.seed >= 2**63, f"--seed={cfg.seed}: it must be below 2^63")
-    refuse(cfg.updates > cfg.prompts, f"--updates={cfg.updates}: each update needs a problem of --prompts")
-    refuse(cfg.drop_equal and cfg.kl, "--drop-equal leaves out what --kl learns from: give one of the two")
-    refuse(cfg.tis and cfg.precision != "fp8-rollout", f"--tis={cfg.tis} is for --precision=fp8-rollout")
+    refuse(cfg.updates > cfg.prompts,
+           f"--updates={cfg.updates}: each needs a problem of --prompts={cfg.prompts}")
+    refuse(cfg.drop_equal and cfg.kl, f"--drop-equal leaves out what --kl={cfg.kl} learns from: drop one")
+    refuse(cfg.tis and cfg.precision != "fp8-rollout",
+           f"--tis={cfg.tis} is for --precision=fp8-rollout, not {cfg.precision}")
     files = cfg.data.split(",")
     refuse(cfg.task == "jsonl" and not (len(files) <= 2 and all(files)),
            f"--task=jsonl needs --data=TRAIN.jsonl,HELDOUT.jsonl, not '{cfg.data}'\n(GSM8K: {grpo.GSM8K})")
@@ -257,10 +261,13 @@ def advice(c, cfg, room, longest):
 
 
 def hand_over(sampler, needed):
-    """Before an update that needs so many bytes: free the sampler's pages and graphs if less is left."""
+    """Before an update that needs so many bytes: free the sampler's pages and graphs if less is left.
+
+    4 GiB more are asked for: idle memory is not one piece, and a new capture is cheaper than a lost run.
+    """
     if sampler.device.type == "cuda":
         idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()     # PyTorch's, from earlier
-        if torch.cuda.mem_get_info()[0] + idle < needed:
+        if torch.cuda.mem_get_info()[0] + idle < needed + 4 * 2**30:
             sampler.release()
 
 
@@ -426,7 +433,11 @@ class Run:
             if left_out:
                 print(f"note: {what}: they are left out")
             examples[:], prompts = itertools.compress(examples, fits), list(itertools.compress(prompts, fits))
-            check_request(config, prompts, 1, cfg.max_new_tokens, 1.0, cfg.seed, self.tokenizer.eos_ids, None)
+            try:
+                check_request(config, prompts, 1, cfg.max_new_tokens, 1.0, cfg.seed,
+                              self.tokenizer.eos_ids, None)
+            except ValueError as error:
+                raise ValueError(f"{cfg.model or 'the small model'}, problems of --task={cfg.task}: {error}")
 
     def estimate_memory(self, config):
         """What an update and a checkpoint take, from the shapes alone: refuse now what can never fit."""
