@@ -1148,8 +1148,8 @@ def step_row(table, size, precision, prompts, samples, length, where="", **flags
 
     # First one token each, and one micro-batch: this compiles, captures and takes its memory.
     sampler.generate(questions, samples, length, stop=range(VOCAB))
-    update([[0] * length] * (prompts * samples), 1)
     train.hand_over(sampler, needs)
+    update([[0] * length] * (prompts * samples), 1)
     t0 = time.perf_counter()
     out = sampler.generate(questions, samples, length, stop=[])
     train.hand_over(sampler, needs)
