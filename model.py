@@ -1850,7 +1850,7 @@ def head_kernel(x, w, inv_temp, targets, tops, sums, picked, T, V: tl.constexpr,
     start_next()
     wait_for_inputs()
     for index in tl.range(tl.program_id(0), tl.cdiv(T, ROWS) * TILES, tl.num_programs(0), flatten=True):
-        logits, tile, row, col = logits_tile(index, x, w, inv_temp, T, V, C, ROWS, VTILE, STEP)
+        logits, tile, row, _ = logits_tile(index, x, w, inv_temp, T, V, C, ROWS, VTILE, STEP)
         row64, used = row.to(tl.int64), row < T
         top = tl.max(logits, 1)
         tl.store(tops + row64 * TILES + tile, top, mask=used)
@@ -1859,7 +1859,9 @@ def head_kernel(x, w, inv_temp, targets, tops, sums, picked, T, V: tl.constexpr,
             store_columns(picked + row64 * (TILES * VTILE), tile * VTILE, logits, used)
         else:
             target = tl.load(targets + row, mask=used, other=-1)
-            logit = tl.sum(tl.where(col[None, :] == target[:, None], logits, 0.0), 1)      # one term: exact
+            # One term of the sum is not 0: exact. Places in the tile are constants; ids would need registers.
+            here = tl.arange(0, VTILE)[None, :] == (target - tile * VTILE)[:, None]
+            logit = tl.sum(tl.where(here, logits, 0.0), 1)
             tl.store(picked + row, logit, mask=used & (target // VTILE == tile))
 
 
