@@ -1432,6 +1432,8 @@ def plot(runs, path):
     for run in runs:
         name = re.sub(r"(-s\d+)?(\.jsonl)?$", "", os.path.basename(os.path.normpath(run)), count=1)
         log = read_log(run)
+        if not any(r.get("kind") == "step" for r in log):
+            raise ValueError(f"{run}: its log has no step to draw")
         for r in log:
             r["clipped"] = r.get("clipped_low", 0) + r.get("clipped_high", 0)
         logs.setdefault(name, []).append(log)
@@ -1485,7 +1487,7 @@ def main():
     parser.add_argument("--out", help="JSON file to merge into; for plot, the picture [assets/runs.png]")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     out = args.out
     if out is None and not args.quick and "H200" in machine()["gpu"]:
         out = os.path.join(ASSETS, "bench_h200.json")
@@ -1496,8 +1498,9 @@ def main():
         names, folders = names[:1], names[1:]
     for name in names:
         if name not in SECTIONS:
-            near = difflib.get_close_matches(name, SECTIONS, 1) or [", ".join(SECTIONS)]
-            raise ValueError(f"unknown section '{name}': did you mean {near[0]}?")
+            near = difflib.get_close_matches(name, SECTIONS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(SECTIONS)}"
+            raise ValueError(f"unknown section '{name}': {hint}")
     if out:
         read_results(out)               # a file of another GPU is refused now, not after the measurements
     return run_sections(names, folders, out, args.quick)
@@ -1510,3 +1513,5 @@ if __name__ == "__main__":
         if "--debug" in sys.argv:
             raise
         sys.exit(explain(error, "the load of this GPU, or add --quick"))
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

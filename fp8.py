@@ -47,6 +47,8 @@ last bit, and a test can say ==. It takes six rules:
      bits. A decode step has fewer tokens: there the weights stand in for the rows, or rows are left empty.
   6. The backward pass is deterministic too: ordered sums, and no atomic ones where an order would be open.
 
+Attention and the head keep the like (model.py, where their kernels begin), and so does the noise (rollout.py).
+
 Each topic comes in one order: torch reference (the specification, and all that a CPU needs), Triton kernel,
 wrapper that picks one of the two. The products have two more kernels, in Gluon and for Hopper alone, which
 are faster and give the plain one's bits. Autograd joins the topics near the end.

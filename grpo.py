@@ -344,7 +344,8 @@ def _parse_row(line):
         raise ValueError(f'expected an object with "question" and "answer", found {type(row).__name__}')
     for field in ("question", "answer"):
         if field not in row:
-            raise ValueError(f'field "{field}" is missing; there are: {", ".join(sorted(row)) or "none"}')
+            there = ", ".join(sorted(row))[:200] or "none"
+            raise ValueError(f'field "{field}" is missing; there are: {there}')
         if not isinstance(row[field], str) or not row[field].strip():
             raise ValueError(f'field "{field}" must be text that is not blank, found {row[field]!r:.60}')
     answer = re.sub(r"<<[^<>]*>>", "", row["answer"]).strip()  # GSM8K's calculator notes: 48/2=<<48/2=24>>24

@@ -599,13 +599,13 @@ def check_request(config, prompts, n, max_new_tokens, temperature, seed, stop, k
         low, high, longest = ids.min(), ids.max(), len(ids) + max(limits[i * n:(i + 1) * n])
         refuse(low < 0 or high >= V, f"prompt {i} holds the id {low if low < 0 else high}, but the model has "
                                      f"{V} ids: was it encoded by another tokenizer?")
-        refuse(longest > most, f"prompt {i} has {len(ids)} tokens, with max_new_tokens {longest}, but the "
+        refuse(longest > most, f"prompt {i} has {len(ids)} tokens, {longest} with max_new_tokens, but the "
                                f"model takes {most} (max_position_embeddings): shorten the one or the other")
     refuse(not (temperature == 0 or 1e-6 <= temperature < math.inf),                     # NaN as well
            f"temperature is {temperature}: it must be 1e-6 or more, or logits overflow; 0 is greedy")
     stop = list(config.eos_token_id if stop is None else stop)
     refuse(any(not 0 <= s < V for s in stop), f"stop holds an id outside 0..{V - 1}: {stop}")
-    refuse(any(not -2**63 <= k < 2**63 for k in keys + [seed]), "seed and keys must fit 64 bits")
+    refuse(any(not -2**63 <= k < 2**63 for k in keys + [seed]), f"seed {seed} and keys must fit 64 bits")
     return [ids.tolist() for ids in arrays], limits, stop, keys
 
 
@@ -670,6 +670,8 @@ def main():
         if "--debug" in sys.argv:
             raise
         sys.exit(explain(error, "--n or --max-new-tokens"))
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ Train a language model by GRPO, with the sampler and the trainer in one process 
 
     python train.py                            # a small model from nothing: supervised phase, then GRPO
     python train.py --model=Qwen/Qwen3-0.6B --task=jsonl --data=train.jsonl,test.jsonl
-    python train.py --out=runs/mine --resume   # go on where a run was stopped
+    python train.py --out=runs/mine ... --resume   # the flags of a run that was stopped, and --resume
     torchrun --standalone --nproc-per-node=8 train.py ...    # the same on the 8 GPUs of a host
 
 This file holds what touches the disk or the clock. One step is five phases, and `grpo_step` reads as such:
@@ -22,6 +22,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -142,7 +143,8 @@ def parse(argv):
     cfg = Config(**vars(known))
     cfg.device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = cfg.device.split(":")[0]
-    refuse(kind not in ("cuda", "cpu"), f"--device={cfg.device}: it must be cuda, cuda:N or cpu")
+    refuse(not re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device),
+           f"--device={cfg.device}: it must be cuda, cuda:N or cpu")
     refuse(cfg.resume and not cfg.out, "--resume needs --out=FOLDER, the folder of the run to go on with")
     for name, value in vars(cfg).items():
         if type(value) is tuple:
@@ -161,6 +163,7 @@ def check(cfg):
     refuse(cfg.device.startswith("cuda") and not torch.cuda.is_available(),
            "--device=cuda, but torch sees no CUDA device: check the driver, or use the CPU")
     refuse(cfg.seed >= 2**63, f"--seed={cfg.seed}: it must be below 2^63")
+    refuse(cfg.lr_decay > 1, f"--lr-decay={cfg.lr_decay}: a share is 1 at most")
     refuse(cfg.updates > cfg.prompts,
            f"--updates={cfg.updates}: each needs a problem of --prompts={cfg.prompts}")
     refuse(cfg.drop_equal and cfg.kl, f"--drop-equal leaves out what --kl={cfg.kl} learns from: drop one")
@@ -361,8 +364,8 @@ class Run:
         self.task = grpo.TASKS[cfg.task](*args, seed=cfg.seed, heldout=cfg.eval_problems)
         if cfg.model:
             folder = model_file.folder_from_name(cfg.model)
-            self.tokenizer = Tokenizer.from_pretrained(folder)
             config = model_file.Config.from_folder(folder)
+            self.tokenizer = Tokenizer.from_pretrained(folder)
         else:
             self.tokenizer = Tokenizer.bytes()
             config = small_config(cfg, self.tokenizer)
@@ -679,7 +682,7 @@ class Run:
             except (OSError, SafetensorError) as error:
                 shutil.rmtree(part, ignore_errors=True)          # it would keep a full disk full
                 raise OSError(f"{folder} of {gib(self.checkpoint_bytes)} cannot be written ({error}): make "
-                              f"room, then --out={out} --resume goes on from the one before") from None
+                              "room, then the same command with --resume goes on from the one before") from None
             for old in checkpoints(out)[:-self.cfg.keep]:
                 # By a rename first: what is left of a removal that is killed must not look like a checkpoint.
                 os.rename(out / old, part)
@@ -975,7 +978,7 @@ def train(run):
             run.save()
     folder = run.save()
     if run.step < cfg.steps:
-        print(f"interrupted after {run.step} steps, saved {folder}: --out={cfg.out} --resume goes on")
+        print(f"interrupted after {run.step} steps, saved {folder}: the same flags with --resume go on")
         return
     summary(run)
     print(f"saved {folder} | {time.time() - run.start_clock:.0f} s in all")
@@ -990,7 +993,7 @@ def main(argv=None):
         room = torch.cuda.max_memory_reserved(run.device)        # no more than this could be had
         raise RuntimeError(f"out of GPU memory at {gib(room)}, an update takes about {by_part(run.parts)}: "
                            f"{advice(run.model.config, cfg, 0.95 * room, run.longest)}\n"
-                           "Whole checkpoints stay, --resume goes on from the newest") from None
+                           "Whole checkpoints stay, the same command with --resume goes on") from None
 
 
 def fail(text):
@@ -1008,7 +1011,7 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        fail("interrupted: whole checkpoints stay, --resume goes on from the newest")
+        fail("interrupted: whole checkpoints stay, the same command with --resume goes on from the newest")
     except Exception as error:
         if "--debug" in sys.argv and world_size() == 1:
             raise
