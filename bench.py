@@ -310,14 +310,19 @@ def layer_shapes(size):
     return {"qkv": ((H + 16) * 128, C), "o": (C, H * 128), "gate_up": (2 * width, C), "down": (C, width)}
 
 
+def free_earlier():
+    """Gives back the memory of earlier models: a sampler and its graphs hold each other, and their model."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def random_model(size, precision, kv="bf16", **changes):
     """Random weights, the same in every precision, made on the GPU; the head is untied at 8B only."""
     C, H, width, layers = QWEN3[size]
     sizes = dict(vocab_size=VOCAB, hidden_size=C, intermediate_size=width, num_hidden_layers=layers,
                  num_attention_heads=H, num_key_value_heads=8, head_dim=128, max_position_embeddings=20480,
                  model_type="qwen3", rope_theta=1e6, tie_word_embeddings=size != "8B", eos_token_id=[0])
-    gc.collect()              # a sampler and its graphs hold each other, and the model before
-    torch.cuda.empty_cache()
+    free_earlier()
     model = Transformer(Config(**sizes | changes), precision, DEVICE, seed=None, kv=kv)
     generator = torch.Generator(DEVICE).manual_seed(0)
     draw = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, device=DEVICE, generator=generator)
@@ -403,7 +408,7 @@ def compare_pages(model, seen, sequences):
     for index, mine in seen.items():
         prompt, completion = sequences[index]
         tokens = torch.tensor((prompt + completion)[:-1], device=mine[0][0].device)    # the last: never fed
-        count = -(-len(tokens) // PAGE)
+        count = pages_for(len(tokens))
         theirs, slots = model.new_caches(count), torch.arange(len(tokens), device=tokens.device)
         model.prefill(tokens, [len(tokens)], theirs, slots)
         used = torch.arange(count * PAGE, device=tokens.device).view(count, 1, PAGE) < len(tokens)
@@ -791,7 +796,7 @@ def attention_rows(table, S, T, H, G, D):
 
 def paged_row(table, B, length, H, G, D, fp8_kv=False):
     """One decode step of B sequences over shuffled pages, against the bytes of their keys and values."""
-    each = -(-length // PAGE)
+    each = pages_for(length)
     cache = empty_cache(B * each + 1, G, D, fp8_kv, torch.bfloat16, DEVICE)
     for x in cache:
         x.copy_(randn(*x.shape))
@@ -876,8 +881,7 @@ def step_bytes(sampler, B, context):
 @contextlib.contextmanager
 def only_80_gb():
     """Takes the rest of this GPU's memory away."""
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_earlier()
     rest = max(0, torch.cuda.mem_get_info()[0] - 80 * 10**9)
     taken = torch.empty(rest, dtype=torch.uint8, device=DEVICE)
     yield
@@ -1090,8 +1094,7 @@ def train_rows(table, size, lengths):
 
 def transformers_step(recompute):
     """A step of the library as it comes: BF16, SDPA, fused AdamW; 8 sequences of 1024 tokens. -> tokens/s"""
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_earlier()
     torch.cuda.reset_peak_memory_stats()
     model = transformers_model().train()
     if recompute:
@@ -1131,11 +1134,11 @@ def train_section(rows, quick):
 
 def step_row(table, size, precision, prompts, samples, length, where="", **flags):
     """One GRPO step, rollout and update, as train.py runs it."""
-    gc.collect()
+    free_earlier()
     held = torch.cuda.memory_allocated() / 2**30
     cfg, model, optimizer = trained_model(size, precision, **flags)
     sampler, one = Sampler(model), torch.ones(1, device=DEVICE)
-    needs = 1.1 * sum(list(train.memory(model.config, cfg, cfg.micro_tokens).values())[-2:])
+    needs = train.transient(train.memory(model.config, cfg, cfg.micro_tokens))
     questions = [torch.randint(VOCAB, (128,)).tolist() for _ in range(prompts)]
     tokens = prompts * samples * length
 

@@ -47,7 +47,8 @@ last bit, and a test can say ==. It takes six rules:
      bits. A decode step has fewer tokens: there the weights stand in for the rows, or rows are left empty.
   6. The backward pass is deterministic too: ordered sums, and no atomic ones where an order would be open.
 
-Attention and the head keep the like (model.py, where their kernels begin), and so does the noise (rollout.py).
+Attention and the head keep the like (model.py, where their kernels begin), and so does the noise
+(rollout.py).
 
 Each topic comes in one order: torch reference (the specification, and all that a CPU needs), Triton kernel,
 wrapper that picks one of the two. The products have two more kernels, in Gluon and for Hopper alone, which
@@ -521,7 +522,7 @@ def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.
 
 
 # On Hopper, and for many rows, both products have a faster kernel, with the bits of the two above, which
-# remain the ones to read (FProp on an H200, 8192 tokens, N = K = 4096: 1262 TFLOPS, the plain one 766). Plain
+# remain the ones to read (FProp on an H200, 8192 tokens, N = K = 4096: 1276 TFLOPS, the plain one 775). Plain
 # Triton runs the same code in all warps of a program. Here they have roles:
 #
 #   loader, one warp             lets the TMA unit fill a ring of stages in shared memory, a tile's block of K

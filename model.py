@@ -1507,7 +1507,7 @@ def paged_attention_kernel(q, k_tiles, v_tiles, k_scales, v_scales, table, lengt
     wait_for_inputs()
     length, i, place = tl.load(lengths + b), tl.arange(0, 16), tl.arange(0, PAGE)
     # Keys in a row of a page's k, and keys whose codes of v share rows: see `code_places`.
-    k_keys: tl.constexpr = 1 if k_scales is None or D < 64 else D // 64
+    k_keys: tl.constexpr = k_tiles.block_shape[1]
     v_keys: tl.constexpr = 1 if k_scales is None else 16
     used, row, d = i < H // G, b * H + g * (H // G) + i, tl.arange(0, D)[None, :]
     query = tl.load(q + row[:, None] * D + d, mask=used[:, None], other=0)

@@ -238,6 +238,11 @@ def memory(c, cfg, tokens):
             f"activations of {tokens:,} tokens": tokens * L * kept, "work space": work}
 
 
+def transient(parts):
+    """Of `memory`, what an update takes beside all that stays, a tenth more: activations and work space."""
+    return 1.1 * sum(list(parts.values())[-2:])
+
+
 def fitting(c, cfg, room, longest):
     """The flags to change, least first, for an update to fit into `room` bytes: a dict. None: no way.
 
@@ -447,7 +452,7 @@ class Run:
         cfg = self.cfg
         self.longest = max(len(self.encode_prompt(e)) for e in self.task.heldout) + cfg.max_new_tokens - 1
         self.parts = memory(config, cfg, max(cfg.micro_tokens, self.longest))
-        self.update_needs = 1.1 * sum(list(self.parts.values())[-2:])
+        self.update_needs = transient(self.parts)
         self.checkpoint_bytes = (3 * STATES[cfg.states].itemsize + 2) * self.parts["gradients"] // 4
         if self.device.type == "cuda":
             room, least = torch.cuda.mem_get_info(self.device)[1], memory(config, cfg, self.longest)
@@ -682,7 +687,8 @@ class Run:
             except (OSError, SafetensorError) as error:
                 shutil.rmtree(part, ignore_errors=True)          # it would keep a full disk full
                 raise OSError(f"{folder} of {gib(self.checkpoint_bytes)} cannot be written ({error}): make "
-                              "room, then the same command with --resume goes on from the one before") from None
+                              "room, then the same command with --resume goes on from the one "
+                              "before") from None
             for old in checkpoints(out)[:-self.cfg.keep]:
                 # By a rename first: what is left of a removal that is killed must not look like a checkpoint.
                 os.rename(out / old, part)
