@@ -20,8 +20,9 @@ percentile as a share of it. `of_limit` is the share of what the hardware allows
 the operations (dense tensor peak) and for the bytes that have to move (copy rate, measured in the same run).
 `x_name` is the time of that alternative over ours: above 1, ours is faster. `plain` is the readable Triton
 kernel beside a faster one, `bf16` cuBLAS (for `block` our own layer in BF16), `cublaslt` its blockwise FP8
-product, `deepgemm` the package of that name, which is compared with where it is installed, `torch` what torch
-offers without kernels of one's own. Inputs rotate over more memory than the L2 cache holds.
+product, `deepgemm` the package of that name, which is compared with where it is installed, `sdpa` torch's
+FlashAttention-2, `cudnn` cuDNN's attention, `torch` what torch offers without kernels of one's own. Inputs
+rotate over more memory than the L2 cache holds.
 """
 
 import argparse
@@ -316,14 +317,18 @@ def free_earlier():
     torch.cuda.empty_cache()
 
 
-def random_model(size, precision, kv="bf16", **changes):
-    """Random weights, the same in every precision, made on the GPU; the head is untied at 8B only."""
+def config_fields(size):
+    """What a config says of that size, ours and that of transformers; the head is untied at 8B only."""
     C, H, width, layers = QWEN3[size]
-    sizes = dict(vocab_size=VOCAB, hidden_size=C, intermediate_size=width, num_hidden_layers=layers,
-                 num_attention_heads=H, num_key_value_heads=8, head_dim=128, max_position_embeddings=20480,
-                 model_type="qwen3", rope_theta=1e6, tie_word_embeddings=size != "8B", eos_token_id=[0])
+    return dict(vocab_size=VOCAB, hidden_size=C, intermediate_size=width, num_hidden_layers=layers,
+                num_attention_heads=H, num_key_value_heads=8, head_dim=128, max_position_embeddings=20480,
+                tie_word_embeddings=size != "8B")
+
+
+def random_model(size, precision, kv="bf16", **changes):
+    """Random weights, the same in every precision, made on the GPU."""
     free_earlier()
-    model = Transformer(Config(**sizes | changes), precision, DEVICE, seed=None, kv=kv)
+    model = Transformer(Config(**config_fields(size) | changes), precision, DEVICE, seed=None, kv=kv)
     generator = torch.Generator(DEVICE).manual_seed(0)
     draw = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, device=DEVICE, generator=generator)
     return model.load((name, 0.02 * draw(*w.shape) if len(w.shape) == 2 else 1 + 0.1 * draw(*w.shape))
@@ -746,17 +751,6 @@ def optimizer(rows, quick):
 # ---- attention ---------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def deterministic():
-    """torch's flash attention without atomics in its backward pass, as ours; no filling of empty tensors."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def sdpa(q, k, v, backend):
     """(B, S, H, D) and (B, S, G, D) twice -> (B, S, H, D), causal, by the given kernel of torch."""
     with sdpa_kernel(backend):
@@ -784,8 +778,13 @@ def attention_rows(table, S, T, H, G, D):
         return torch.autograd.grad(o, inputs, do.view(o.shape), retain_graph=True)
 
     def ordered():
-        with deterministic():
+        """torch's flash attention without atomics, as ours, and without its filling of empty tensors."""
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        try:
             return gradient("sdpa")
+        finally:
+            torch.use_deterministic_algorithms(False)
     backward = {name: [functools.partial(gradient, name)] for name in forward}
     if "sdpa" in forward:
         backward["sdpa_deterministic"] = [ordered]
@@ -794,12 +793,16 @@ def attention_rows(table, S, T, H, G, D):
                     2.5 * flops)
 
 
+def fill(caches):
+    for pages in itertools.chain(*caches):
+        pages.copy_(randn(*pages.shape))
+
+
 def paged_row(table, B, length, H, G, D, fp8_kv=False):
     """One decode step of B sequences over shuffled pages, against the bytes of their keys and values."""
     each = pages_for(length)
     cache = empty_cache(B * each + 1, G, D, fp8_kv, torch.bfloat16, DEVICE)
-    for x in cache:
-        x.copy_(randn(*x.shape))
+    fill([cache])
     pages = torch.randperm(B * each, device=DEVICE).int().view(B, each) + 1          # page 0 is nobody's
     lengths, q = torch.full((B,), length, dtype=torch.int32, device=DEVICE), randn(B, H, D)
     bytes_moved = sum(x[1:].nbytes for x in cache) + 4 * B * H * D
@@ -846,8 +849,8 @@ def head_rows(table, T, C, V):
     with torch.no_grad():
         forward = compare(checked(f"log-probs {where}", {"ours": [ours], "torch": theirs(False)}, 0.01))
     # Ours forms the logits twice, theirs once: the operations counted are the three products that are needed.
-    ours_too = [lambda: torch.autograd.grad(ours(), hidden, grad)]
-    step = compare({"ours": ours_too, "torch": theirs(True)}, graph=False)
+    both = [lambda: torch.autograd.grad(ours(), hidden, grad)]
+    step = compare({"ours": both, "torch": theirs(True)}, graph=False)
     table.add_times("forward", where, forward, limit_us(flops=flops), flops)
     table.add_times("forward+backward", where, step, limit_us(flops=3 * flops), 3 * flops)
     noise, seed = torch.ones(1, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
@@ -898,11 +901,6 @@ def at_context(sampler, B, context):
     sampler.ids[3] = 0
 
 
-def fill(pool):
-    for pages in sum(pool.caches, ()):
-        pages.copy_(randn(*pages.shape))
-
-
 def kernels_of(run):
     """-> (number of kernels, us in which at least one of them runs) of one call, by torch's profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -932,7 +930,7 @@ def decode(rows, quick):
         sampler, width = Sampler(random_model(size, precision, kv)), pages_for(16384 + 64)
         most = min(sampler._pages_in_memory(max(batches), width), 256 * width + 1)
         sampler._build(max(batches), width, most)
-        fill(sampler.pool)
+        fill(sampler.pool.caches)
         for B, context in itertools.product(batches, contexts):
             if B * pages_for(context + 64) >= most:
                 continue
@@ -966,7 +964,7 @@ def rollout_row(table, model, size, prompts, n, limits, case, slots=256, theirs=
     for B in BUCKETS:
         if B <= sampler.slots:
             sampler._graph(B)
-    sampler.generate(prompts, n, [min(8, limit) for limit in limits], stop=[])
+    sampler.generate(prompts, n, [min(8, limit) for limit in limits], stop=[])     # some steps: memory too
     out = sampler.generate(prompts, n, limits, stop=[])
     table.add(case, size, precision=model.precision, kv=model.kv, tok_per_s=out.tok_per_s,
               x_transformers=theirs and out.tok_per_s / theirs, occupancy=out.occupancy, seconds=out.seconds,
@@ -976,12 +974,8 @@ def rollout_row(table, model, size, prompts, n, limits, case, slots=256, theirs=
 
 def transformers_model():
     """The library's model at the 1.7B shape, in BF16."""
-    C, H, width, layers = QWEN3["1.7B"]
     library = optional("transformers")
-    config = library.Qwen3Config(vocab_size=VOCAB, hidden_size=C, intermediate_size=width,
-                                 num_hidden_layers=layers, num_attention_heads=H, num_key_value_heads=8,
-                                 head_dim=128, tie_word_embeddings=True, max_position_embeddings=40960,
-                                 eos_token_id=None, pad_token_id=0)
+    config = library.Qwen3Config(**config_fields("1.7B"), eos_token_id=None, pad_token_id=0)
     with torch.device(DEVICE):
         return library.Qwen3ForCausalLM(config).bfloat16()
 
@@ -1057,9 +1051,9 @@ def update_seconds(model, optimizer, count, length):
     pairs = [([0], torch.randint(VOCAB, (length,)).tolist()) for _ in range(count)]
     one, loss = torch.ones(1, device=DEVICE), []
 
+    @torch.no_grad()
     def old():
-        with torch.no_grad():
-            score(model, pairs, one)
+        score(model, pairs, one)
 
     parts = [old, lambda: loss.append(loss_of(model, pairs, one, count * length)),
              lambda: loss.pop().backward(), lambda: optimizer.step(1e-6, 1.0)]
@@ -1180,19 +1174,14 @@ def step_section(rows, quick):
 MISMATCH, MISMATCH_QUICK = (64, 2048), (4, 24)        # responses, tokens of each
 
 
-class Relaunched:
-    """Stands in for a kernel: runs it with some options of its own, whatever `launch` says."""
+def relaunched(module, name, **changes):
+    """The change that makes a kernel run with some options of its own, whatever `launch` says."""
+    kernel = getattr(module, name)
 
-    def __init__(self, kernel, **options):
-        self.kernel, self.options = kernel, options
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: self.kernel[grid](*args, **options | self.options)
-
-
-def relaunched(module, name, **options):
-    """The change that puts a Relaunched in the place of a kernel."""
-    return module, name, Relaunched(getattr(module, name), **options)
+    class Relaunched:
+        def __getitem__(self, grid):
+            return lambda *args, **options: kernel[grid](*args, **options | changes)
+    return module, name, Relaunched()
 
 
 def mismatch_cases(model):
@@ -1284,7 +1273,7 @@ def rules(rows, quick):
             times["forward 4 x 4096"] = 1e6 * timed([forward], 5)[0]
             sampler, width = Sampler(model), pages_for(16384 + 64)
             sampler._build(64, width, 64 * pages_for(4096 + 64) + 1)
-            fill(sampler.pool)
+            fill(sampler.pool.caches)
             for B, context in [] if scoring else [(64, 1024), (64, 4096), (1, 16384)]:
                 times[f"decode {B} x {context}"] = decode_cell(sampler, B, context)
             del sampler

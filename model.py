@@ -46,7 +46,7 @@ KV_TYPES = ("bf16", "fp8")
 
 
 class Layer(nn.Module):
-    """One block. q, k, v are one matrix and gate, up another: half as many products, each twice as wide."""
+    """One block. q, k, v are one matrix and gate, up another: 4 products in place of 7, and wider ones."""
 
     def __init__(self, c, make):
         super().__init__()
@@ -82,8 +82,8 @@ class Transformer(nn.Module):
     """A decoder whose linear layers hold BF16 weights, FP8 codes, or both.
 
     precision: "bf16"; "fp8-rollout" (the trainer multiplies in BF16, the sampler in FP8, quantized from the
-    same BF16 weights); "fp8" (both read the one set of FP8 codes). kv: "bf16", or "fp8": keys and values are
-    rounded to E4M3 with a scale for each token and head, in both again, and the cache takes half the memory.
+    same BF16 weights); "fp8" (both read the one set of FP8 codes). kv: "bf16", or "fp8": both round keys and
+    values to E4M3, with a scale for each token and head, and the cache takes half the memory.
     dtype is BF16, or FP32 with "bf16" on a CPU for comparisons. A new model has random weights;
     `from_pretrained` reads a Hugging Face folder.
     """
@@ -98,7 +98,7 @@ class Transformer(nn.Module):
             raise ValueError(f"dtype {dtype}: BF16, or FP32 with precision='bf16' (FP16 would overflow)")
         self.config, self.precision, self.dtype, self.kv = config, precision, dtype, kv
         device = torch.device(device or "cpu")
-        check_device(device, precision, config, kv)
+        check_device(device, precision, config, kv, dtype)
         keep = {"bf16": "data", "fp8-rollout": "both", "fp8": "codes"}[precision]
 
         # Matrices of the layers are quantized; vectors, embedding and head never are.
@@ -218,8 +218,8 @@ class Transformer(nn.Module):
         write_tensors(folder, self.config, pairs)
 
 
-def check_device(device, precision, config, kv):
-    """Refuse, before weights are loaded, what this device cannot compute."""
+def check_device(device, precision, config, kv, dtype):
+    """Refuse, before weights are loaded, what this device or the kernels below cannot compute."""
     if device.type != "cuda":
         return
     if not torch.cuda.is_available():
@@ -228,7 +228,14 @@ def check_device(device, precision, config, kv):
     if (precision, kv) != ("bf16", "bf16") and (major, minor) < (8, 9):
         raise RuntimeError(f"FP8 needs compute capability 8.9, {torch.cuda.get_device_name(device)} has "
                            f"{major}.{minor}: use --precision=bf16 --kv=bf16")
-    check_head_size(config.head_dim)
+    C, H, G, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    # TMA wants rows of 16 bytes, a decode tile has 16 rows, and FP32 products would round to TF32.
+    for fits, given, taken in ((D in HEAD_SIZES, f"head_dim {D}", f"one of {HEAD_SIZES}"),
+                               (H <= 16 * G, f"{H} query heads over {G} key heads", "at most 16 over each"),
+                               (C % 8 == 0, f"hidden_size {C}", "multiples of 8"),
+                               (dtype == torch.bfloat16, f"dtype {dtype}", "torch.bfloat16")):
+        if not fits:
+            raise ValueError(f"{given}: the GPU kernels take {taken}; use --device=cpu for others")
 
 
 # ============================================================================================================
@@ -342,13 +349,8 @@ class Config:
             raise ValueError(f"eos_token_id {max(self.eos_token_id)} (here, in generation_config.json or in "
                              f"tokenizer_config.json) is beyond vocab_size {self.vocab_size}")
 
-    @property
-    def qkv_bias(self):
-        return self.model_type == "qwen2"
-
-    @property
-    def qk_norm(self):
-        return self.model_type == "qwen3"
+    qkv_bias = property(lambda self: self.model_type == "qwen2")
+    qk_norm = property(lambda self: self.model_type == "qwen3")
 
     @classmethod
     def from_folder(cls, folder):
@@ -634,22 +636,18 @@ def _bytes_of(token):
 def _split_pattern(pre, where):
     """The regular expression that cuts text into words before merging; ValueError if one cannot say it."""
     steps = pre.get("pretokenizers") if isinstance(pre, dict) and pre.get("type") == "Sequence" else [pre]
-    steps = steps if isinstance(steps, list) and all(isinstance(s, dict) for s in steps) else []
-    kinds = [step.get("type") for step in steps]
-    refusal = ValueError(f"{where}: pre_tokenizer {_short(pre)} is not supported")
-    if not steps or kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space", True):
-        raise refusal
-    use_regex = steps[-1].get("use_regex", True)
-    if kinds == ["ByteLevel"]:
-        return GPT2_SPLIT if use_regex else r"(?s:.+)"
-    if kinds == ["Digits", "ByteLevel"] and use_regex and steps[0].get("individual_digits") is True:
-        return DIGITS_SPLIT
-    if kinds != ["Split", "ByteLevel"] or use_regex:
-        raise refusal
-    split = steps[0]
-    pattern = split.get("pattern", {}).get("Regex")
-    if not isinstance(pattern, str) or split.get("behavior") != "Isolated" or split.get("invert"):
-        raise refusal
+    match steps:
+        case [{"type": "ByteLevel", "add_prefix_space": False, **level}]:
+            return GPT2_SPLIT if level.get("use_regex", True) else r"(?s:.+)"
+        case [{"type": "Digits", "individual_digits": True},
+              {"type": "ByteLevel", "add_prefix_space": False, **level}] if level.get("use_regex", True):
+            return DIGITS_SPLIT
+        case [{"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", **split},
+              {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+              ] if not split.get("invert"):
+            pass                                        # one of the file's own, which is checked below
+        case _:
+            raise ValueError(f"{where}: pre_tokenizer {_short(pre)} is not supported")
     if _DIALECT.search(pattern):
         raise ValueError(f"{where}: split pattern {pattern!r} uses {_DIALECT.search(pattern).group()!r}, "
                          f"which regular expression engines read differently")
@@ -750,13 +748,14 @@ class Tokenizer:
         """Reads tokenizer.json and, where they exist, tokenizer_config.json and chat_template.jinja."""
         folder = Path(folder)
         files = {"tokenizer.json": _read_json(folder / "tokenizer.json")}
-        if (folder / "tokenizer_config.json").exists():
-            files["tokenizer_config.json"] = _read_json(folder / "tokenizer_config.json")
-        if (folder / "chat_template.jinja").exists():
+        settings, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        if settings.exists():
+            files[settings.name] = _read_json(settings)
+        if template.exists():
             try:
-                files["chat_template.jinja"] = (folder / "chat_template.jinja").read_bytes().decode()
+                files[template.name] = template.read_bytes().decode()
             except UnicodeDecodeError as error:
-                raise ValueError(f"{folder / 'chat_template.jinja'} is not UTF-8 ({error})") from None
+                raise ValueError(f"{template} is not UTF-8 ({error})") from None
         return cls(files, read_eos_ids(folder), str(folder / "tokenizer.json"))
 
     @classmethod
@@ -878,8 +877,11 @@ class Tokenizer:
                                                            extensions=["jinja2.ext.loopcontrols"])
         # jinja's own filter escapes <, > and & for HTML.
         env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-        env.globals |= {"raise_exception": _raise_exception,
-                        "strftime_now": lambda form: self.now.strftime(form)}
+
+        def raise_exception(message):
+            raise jinja2.TemplateError(message)
+        env.globals |= {"raise_exception": raise_exception,
+                        "strftime_now": lambda form: self.now.strftime(form)}      # `now` as it is by then
         return env.from_string(self.template)
 
     def render(self, messages, thinking=None):
@@ -898,10 +900,6 @@ class Tokenizer:
             raise ValueError(f"{self.where}: the chat template failed: {error}") from error
 
 
-def _raise_exception(message):
-    raise jinja2.TemplateError(message)
-
-
 # ============================================================================================================
 # The kernels that only the model uses: RoPE and q/k norm, attention (packed and paged), head, embedding
 #
@@ -910,12 +908,12 @@ def _raise_exception(message):
 # within one warp.
 # ============================================================================================================
 
-# Keys of one attention step == page of the cache: training, prefill and decode share it. With 128 the forward
-# pass is no faster on an H200: 499 against 503 TFLOPS at head size 128, 332 against 428 at 64.
+# Keys of one attention step == page of the cache: training, prefill and decode share it. 128 make the forward
+# pass no faster on an H200 at head size 128, and slower at 64.
 PAGE = 64
-# Keys of one softmax, to be merged with the next: decode runs them side by side. Measured on an H200, heads
-# 16/8 of size 128, us a layer with 2048, 1024 and 512: 1 sequence of 4,096 keys 46, 26, 16; 16 of 4,096 75,
-# 68, 70; 64 of 1,024 67, 68, 70; TFLOPS of a forward pass over 16,384 keys 472, 494, 472.
+# Keys of one softmax, to be merged with the next: decode runs them side by side. Without, a step of a lone
+# sequence of 16,384 tokens takes 4.3 times as long (`bench.py rules`). With half as many keys it is faster
+# still, but large batches and the forward pass are slower.
 SPLIT = 1024
 VTILE = 256                  # vocabulary columns of one (max, sum) partial in the head
 HEAD_SIZES = 16, 32, 64, 128     # that the attention kernels take
@@ -939,7 +937,8 @@ class Packing:
     first row of the sequence where each is padded to whole tiles, N * rows in all)."""
 
     def __init__(self, lengths, device):
-        # 128 rows fill a Hopper tile (8 warps). The CPU computes whole padded tiles: 16 waste less.
+        # 128 rows are 8 warps of the backward pass, 2 programs of the forward pass. The CPU computes whole
+        # padded tiles: 16 waste less.
         self.rows = 128 if device.type == "cuda" else 16
         starts, tiles, padded = [0], [], 0
         for length in lengths:
@@ -969,7 +968,7 @@ def pack(seqlens, device):
 def rope_table(config, length, device):
     """FP32 (length, D): cosines of the D/2 angles, then their sines, by position in the token's own sequence;
     computed on the CPU whatever the device, so that every machine rotates by the same bits."""
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), config.inv_freq().float().cpu())
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), config.inv_freq())
     return torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
 
 
@@ -978,7 +977,8 @@ def empty_cache(pages, G, D, fp8_kv, dtype, device):
     side. In FP8 codes, in the order of `code_places`, and their FP32 scales (pages, G, PAGE) twice."""
     zeros = lambda *shape, dtype: torch.zeros(pages, G, PAGE, *shape, dtype=dtype, device=device)
     values = [zeros(D, dtype=fp8.E4M3 if fp8_kv else dtype) for _ in "kv"]
-    return *values, *(zeros(dtype=torch.float32) for _ in "kv" if fp8_kv)
+    scales = [zeros(dtype=torch.float32) for _ in "kv"] if fp8_kv else []
+    return *values, *scales
 
 
 def code_places(D, device):
@@ -1211,7 +1211,6 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, eps, table, positions, H, G, f
         return qk_norm_rope_reference(qkv, q_weight, k_weight, eps, table, positions, H, G, fp8_kv, cache,
                                       slots)
     T, D = len(qkv), qkv.shape[1] // (H + 2 * G)
-    check_head_size(D)
     q, k, v = (qkv.new_empty(T, heads, D) for heads in (H, G, G))
     cached = int(cache is not None)
     if not cached:  # the same types, so that the same binary runs
@@ -1573,16 +1572,6 @@ def paged_merge_kernel(accs, tops, totals, lengths, o, codes, scales, quads, H: 
         fp8.store_rows(x, codes, scales, quads, group, b + tl.arange(0, 1), k, b + 1, H * D, CODES_LINE)
 
 
-def check_head_size(D):
-    if D not in HEAD_SIZES:
-        raise ValueError(f"head_dim {D}: the GPU kernels take {HEAD_SIZES}; use a CPU for others")
-
-
-def check_bf16(x, what):
-    if x.is_cuda and x.dtype != torch.bfloat16:
-        raise ValueError(f"{what} is {x.dtype}: the GPU kernels take torch.bfloat16; use a CPU for others")
-
-
 def page_tiles(pages, chunks=1):
     """pages (P, G, PAGE, D) for TMA, as P * G * PAGE rows of which PAGE are read, in `chunks` parts.
 
@@ -1606,7 +1595,6 @@ def attention_forward(q, k, v, packing):
     if not use_kernels(q):
         return attention_reference(q, k, v, packing), None
     (_, H, D), G, rows = q.shape, k.shape[1], packing.rows
-    check_head_size(D), check_bf16(q, "attention's q")
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     o, lse = torch.empty_like(q), torch.empty(H, len(packing.tiles) * rows, device=q.device)
     part = min(rows, 64)  # two programs fit on a multiprocessor, and fill each other's gaps
@@ -1729,9 +1717,6 @@ def paged_attention(q, cache, page_table, lengths, quantize=False):
         o = paged_attention_reference(q, cache, page_table, lengths).flatten(1)
         return fp8.quantize_rows(o) if quantize else o
     (B, H, D), G = q.shape, cache[0].shape[1]
-    check_head_size(D), check_bf16(q, "paged_attention's q")
-    if H // G > 16:
-        raise ValueError(f"{H} query heads over {G} key heads: a decode tile holds at most 16 heads a group")
     k_pages, v_pages, k_scales, v_scales = pages_and_scales(cache)
     if k_scales is not None:
         k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
@@ -1909,10 +1894,7 @@ def head_forward(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=
     """As head_reference. Tokens go in chunks: the partials of 4096 tokens at V = 151,936 are 2 x 10 MB."""
     if not use_kernels(hidden):
         return head_reference(hidden, w, inv_temp, targets, noise, seed, keys, positions)
-    (T, C), V, drawing = hidden.shape, len(w), targets is None
-    check_bf16(hidden, "the head's input")
-    if C % 8 or not w.is_contiguous():
-        raise ValueError(f"head: hidden_size {C} must be a multiple of 8: rows of BF16 start on 16 bytes")
+    T, V, drawing = len(hidden), len(w), targets is None
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=hidden.device)
     tokens = new(T, dtype=torch.int64) if drawing else targets.contiguous()
     tiles, hidden, logprobs, lse = triton.cdiv(V, VTILE), hidden.contiguous(), new(T), new(T)
@@ -2052,6 +2034,6 @@ class EmbedFunction(torch.autograd.Function):
 
 
 def embed(tokens, w):
-    """Rows of w: tokens (T,) int64, w Weight (V,C) -> (T,C), which requires grad: the graph starts here."""
-    # torch records an operation only if one of its inputs requires grad
+    """Rows of w: tokens (T,) int64, w Weight (V,C) -> (T,C)."""
+    # The graph starts here: torch records an operation only if one of its inputs requires grad.
     return EmbedFunction.apply(w.data.detach().requires_grad_(), tokens, w)
