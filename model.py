@@ -113,7 +113,8 @@ class Transformer(nn.Module):
         # One FP32 table for all passes: the angle of a position never depends on the batch it is in.
         table = rope_table(config, config.max_position_embeddings, device)
         self.register_buffer("table", table, persistent=False)
-        self.recompute = False  # the trainer sets it: keep two (T, C) tensors a layer, run the layer again
+        # The trainer may set it: keep two (T, C) tensors a layer, and run the layer again for its gradient.
+        self.recompute = False
         if seed is not None:
             self.load(self.random_tensors(seed))
 
@@ -1316,7 +1317,7 @@ def merge_reference(whole, part):
 
 
 def attention_reference(q, k, v, packing):
-    """The packed tokens become zero-padded query tiles and pages, then tiles back to tokens."""
+    """Queries go to zero-padded tiles, keys and values to pages, as in the sampler; tiles back to tokens."""
     (_, H, D), R = q.shape, packing.rows
     start, first, length, _ = packing.tiles.long().unbind(1)
     positions = first[:, None] + torch.arange(R)                          # (N, R)
@@ -1324,12 +1325,13 @@ def attention_reference(q, k, v, packing):
     row = (start[:, None] + positions)[inside]  # packed row of each used place of a tile
     tiles = q.new_zeros(len(start), R, H, D)
     tiles[inside] = q[row]
-    pages_of = torch.tensor([fp8.cdiv(n, PAGE) for n in packing.lengths])
+    lengths = torch.tensor(packing.lengths)
+    pages_of = fp8.cdiv(lengths, PAGE)
     first_page = pages_of.cumsum(0) - pages_of
-    padded = [[F.pad(s, (0, 0, 0, 0, 0, -len(s) % PAGE)) for s in x.split(packing.lengths)] for x in (k, v)]
-    cache = [torch.cat(x).unflatten(0, (-1, PAGE)).transpose(1, 2).contiguous() for x in padded]
+    cache = empty_cache(int(pages_of.sum()), *k.shape[1:], False, k.dtype, k.device)
+    write_pages_reference((k, v), cache, (first_page * PAGE).repeat_interleave(lengths) + packing.positions)
     sequence = torch.searchsorted(packing.starts.long(), start.contiguous(), right=True) - 1
-    table = first_page[sequence, None] + torch.arange(max(pages_of.tolist(), default=0))
+    table = first_page[sequence, None] + torch.arange(int(pages_of.max()))
     out = attend_tiles_reference(tiles.transpose(1, 2), positions, cache, table, length).transpose(1, 2)
     o = torch.empty_like(q)
     o[row] = out[inside].to(q.dtype)
@@ -1784,10 +1786,10 @@ def head_reference(hidden, w, inv_temp, targets=None, noise=None, seed=None, key
 
 @jit
 def gumbel(seed, ids, position, key):
-    """Gumbel noise of (seed, position, key) and ids (N,) int32; the references above say why this form."""
+    """Gumbel noise of (seed, position, key) and ids (N,) int32; `gumbel_reference` says why this form."""
     low, high = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32 & 0xFFFFFFFF).to(tl.uint32)
     bits = tl.philox(seed, ids, position, low, high)[0]
-    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0 ** -32, 1 - 2.0 ** -24)
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
     return -tl.log(tl.where(u < 1 / 64, series, -tl.log(1 - u)))
 
@@ -1881,9 +1883,9 @@ def head_merge_kernel(tops, sums, picked, noise, seed, keys, positions, tokens, 
 def launch_head(kernel, x, w, *args, **options):
     """Runs one of the kernels that loop over `logits_tile` over all of x (T,C) and w (V,C)."""
     # 16 rows a warp, so that a row's sum lies within a warp: measured to give equal bits.
-    (T, C), V, tiles, step = x.shape, len(w), triton.cdiv(len(w), VTILE), 64
+    (T, C), V, tiles, step = x.shape, len(w), fp8.cdiv(len(w), VTILE), 64
     rows, describe = 64 if T <= 64 else 128, TensorDescriptor.from_tensor
-    count, processors = triton.cdiv(T, rows) * tiles, fp8.multiprocessors(x.device)
+    count, processors = fp8.cdiv(T, rows) * tiles, fp8.multiprocessors(x.device)
     # Four stages leave 32 KB of a Hopper's shared memory to `store_columns`; other GPUs may have less.
     launch(kernel, min(count, processors or count), describe(x, [rows, step]), describe(w, [VTILE, step]),
            *args, T, V, C, tiles, rows, VTILE, step, num_warps=rows // 16, num_stages=4 if processors else 2,
@@ -1897,7 +1899,7 @@ def head_forward(hidden, w, inv_temp, targets=None, noise=None, seed=None, keys=
     T, V, drawing = len(hidden), len(w), targets is None
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=hidden.device)
     tokens = new(T, dtype=torch.int64) if drawing else targets.contiguous()
-    tiles, hidden, logprobs, lse = triton.cdiv(V, VTILE), hidden.contiguous(), new(T), new(T)
+    tiles, hidden, logprobs, lse = fp8.cdiv(V, VTILE), hidden.contiguous(), new(T), new(T)
     for i in range(0, T, 4096):
         part, n = slice(i, i + 4096), min(4096, T - i)
         tops, sums = new(n, tiles), new(n, tiles)
@@ -2016,7 +2018,7 @@ def embed_backward(dx, tokens, grad):
     if not use_kernels(dx):
         return embed_backward_reference(dx, tokens, grad)
     (T, C), (ids, order) = dx.shape, tokens.sort(stable=True)
-    launch(embed_backward_kernel, T * triton.cdiv(C, 512), dx, ids, order, grad, T, C, 512, 16, num_warps=4)
+    launch(embed_backward_kernel, T * fp8.cdiv(C, 512), dx, ids, order, grad, T, C, 512, 16, num_warps=4)
 
 
 class EmbedFunction(torch.autograd.Function):
