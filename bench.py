@@ -676,6 +676,7 @@ def block_row(table, size, S, T):
     step = compare({name: [functools.partial(both, *blocks[name])] for name in calls}, False, budget_s=0.2)
     products = 2 * T * sum(N * K for N, K in layer_shapes(size).values())
     scores = 2 * T * S * H * 128                       # as in attention_rows
+    # p, a: what products and attention cost, over what they cost in the forward pass alone
     for case, times, p, a in ("forward", forward, 1, 1), ("forward+backward", step, 3, 3.5):
         in_torch = [times[name] for name in ("flash", "cudnn") if name in times]
         if in_torch:

@@ -300,7 +300,7 @@ def folder_from_name(name):
 FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 
 # Fields that change the result, with the values under which they do nothing. `null` or absence is fine too.
-# What is in neither list (dtype, use_cache, ids of pad tokens, ...) does not enter the computation.
+# What is neither here nor in Config (dtype, use_cache, ids of pad tokens, ...) enters no computation.
 INERT = {
     "hidden_act": ["silu"], "use_sliding_window": [False], "mlp_bias": [False], "attention_dropout": [0],
     "pretraining_tp": [1], "partial_rotary_factor": [1], "rotary_pct": [1], "quantization_config": [{}],
@@ -309,9 +309,9 @@ INERT = {
 }
 
 
-# Numbers are checked one by one: a string or a NaN would surface as a strange shape, or as NaN logits, later.
 def _number(raw, name, *, where, kind=int, default=None):
-    """raw[name] as a positive, finite int or float. `default` stands in for null and absence."""
+    """raw[name] as a positive, finite int or float; `default` stands in for null and absence. A string or a
+    NaN would surface later, as a strange shape or as NaN logits."""
     value = raw.get(name)
     value = default if value is None else value
     fits = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
