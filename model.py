@@ -1928,7 +1928,7 @@ def dlogits_kernel(x, w, inv_temp, targets, lse, grad, out, T, V: tl.constexpr, 
         log_sum = tl.load(lse + row, mask=used, other=0)
         scale = tl.load(grad + row, mask=used, other=0) * tl.load(inv_temp)
         target = tl.load(targets + row, mask=used, other=-1)
-        onehot = (col[None, :] == target[:, None]).to(tl.float32)
+        onehot = (col[None, :] == target[:, None]).to(tl.float32)       # the store below needs `col` anyway
         dlogits = (onehot - tl.exp(logits - log_sum[:, None])) * scale[:, None]
         at = out + row.to(tl.int64)[:, None] * V + col[None, :]
         tl.store(at, dlogits.to(out.dtype.element_ty), mask=used[:, None] & (col < V)[None, :])
