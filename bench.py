@@ -20,8 +20,9 @@ percentile as a share of it. `of_limit` is the share of what the hardware allows
 the operations (dense tensor peak) and for the bytes that have to move (copy rate, measured in the same run).
 `x_name` is the time of that alternative over ours: above 1, ours is faster. `plain` is the readable Triton
 kernel beside a faster one, `bf16` cuBLAS (for `block` our own layer in BF16), `cublaslt` its blockwise FP8
-product, `deepgemm` the package of that name, which is compared with where it is installed, `torch` what torch
-offers without kernels of one's own. Inputs rotate over more memory than the L2 cache holds.
+product, `deepgemm` the package of that name, which is compared with where it is installed (`_rows`: both
+operands of WGrad have scales for rows, none for blocks), `torch` what torch offers without kernels of one's
+own. Inputs rotate over more memory than the L2 cache holds.
 """
 
 import argparse
@@ -532,8 +533,8 @@ def dgrad_calls(M, N, K):
 
 def wgrad_calls(M, N, K):
     """Ours and DeepGEMM add to an FP32 gradient (8 bytes an element move), the others write BF16 (2 bytes).
-    The libraries' products for WGrad, `_rows`, have X with a scale for every feature and 128 tokens, not in
-    blocks; cuBLASLt is also asked for what ours computes."""
+    `_rows` are the libraries' products with the usual scales of WGrad, one for every feature and 128 tokens
+    of X; cuBLASLt is also asked for what ours computes."""
     dy, x, out = randn(M, N), randn(M, K), torch.zeros(N, K, device=DEVICE)
     (dc, ds), (xc, xs) = fp8.quantize_cols(dy), fp8.quantize_blocks_t(x, fp8.quantize_rows(x)[1])
     cols, plain = fp8.quantize_cols(x), torch.zeros_like(out)

@@ -299,9 +299,6 @@ def load_tokens(x, norm_w, rstd, m, k, left, K: tl.constexpr, X_LINE: tl.constex
 def load_group(x, norm_w, rstd, i, k, M, K: tl.constexpr, X_LINE: tl.constexpr):
     """Group i of 128 tokens and columns k, as store_transposed takes it."""
     m, left = 4 * tl.arange(0, 32), M - i * 128
-    # A thread loads four columns at a time, though eight BF16 numbers would fit: codes leave it as words of
-    # four tokens, and the tile has a column for each of so many.
-    k = tl.max_contiguous(k, 4)
     x += i.to(tl.int64) * (128 * X_LINE)  # 64 bits; within the group 32 are enough
     if rstd is not None:
         rstd += i * 128
@@ -331,7 +328,9 @@ def quantize_rows_cols_kernel(x, codes, scales, codes_t, scales_t, quads, M, K: 
         row_tile = i * 4 + part // blocks
         quantize_rows_tile(x, codes, scales, quads, row_tile, part % blocks, M, K, X_LINE, CODES_LINE, 32)
     else:
-        k = (part - 4 * blocks) * 32 + tl.arange(0, 32)
+        # A thread loads four columns at a time (max_contiguous), though eight BF16 numbers would fit: it
+        # computes the scales of all its columns itself, two divisions for each.
+        k = tl.max_contiguous((part - 4 * blocks) * 32 + tl.arange(0, 32), 4)
         tile = load_group(x, None, None, i, k, M, K, X_LINE)
         scale = scale_of(tl.max(tl.max(magnitude(tile), 2), 0))
         store_transposed(tile, scale[None, :, None], codes_t, tl.cdiv(M, 128), i, k, K)
