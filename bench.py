@@ -20,9 +20,10 @@ percentile as a share of it. `of_limit` is the share of what the hardware allows
 the operations (dense tensor peak) and for the bytes that have to move (copy rate, measured in the same run).
 `x_name` is the time of that alternative over ours: above 1, ours is faster. `plain` is the readable Triton
 kernel beside a faster one, `bf16` cuBLAS (for `block` our own layer in BF16), `cublaslt` its blockwise FP8
-product, `deepgemm` the package of that name, which is compared with where it is installed, `sdpa` torch's
-FlashAttention-2, `cudnn` cuDNN's attention, `torch` what torch offers without kernels of one's own. Inputs
-rotate over more memory than the L2 cache holds.
+product, `deepgemm` the package of that name, which is compared with where it is installed (`_rows`: both
+operands of WGrad have scales for rows, none for blocks), `sdpa` torch's FlashAttention-2, `cudnn` cuDNN's
+attention, `torch` what torch offers without kernels of one's own. Inputs rotate over more memory than the L2
+cache holds.
 """
 
 import argparse
@@ -482,27 +483,30 @@ def exact(rows, quick):
 # ---- gemm: the three products, and decode ------------------------------------------------------------------
 
 
-def libraries(a, scale_a, b, scale_b, blocks):
-    """{library: call} for a b^T on our codes and scales, by the libraries that are here.
+def cublaslt(a, scale_a, b, scale_b, blocks):
+    """{library: call} for a b^T by cuBLASLt, where torch has it.
 
     a (M, K) has 1x128 scales, given as (K/128, M); b (N, K) has the same, or 128x128 `blocks` as
-    (N/128, K/128), which cuBLASLt reads in lines of a multiple of 4. Without `blocks` DeepGEMM adds to FP32,
-    as WGrad wants it.
+    (N/128, K/128), which cuBLASLt reads in lines of a multiple of 4. For a few rows it is behind BF16.
     """
-    calls = {}
-    if hasattr(F, "scaled_mm") and len(a) > 256:              # for a few rows behind BF16
-        row = F.ScalingType.BlockWise1x128
-        kind = F.ScalingType.BlockWise128x128 if blocks else row
-        scales = F.pad(scale_b, (0, -scale_b.shape[1] % 4)).contiguous() if blocks else scale_b
-        calls["cublaslt"] = lambda: F.scaled_mm(a, b.t(), scale_a.t(), row, scales.t(), kind)
-    if optional("deep_gemm"):
-        product, left, right = optional("deep_gemm").fp8_gemm_nt, (a, scale_a.t()), (b, scale_b)
-        out, options = torch.empty(len(a), len(b), dtype=torch.bfloat16, device=DEVICE), {}
-        if not blocks:
-            out, right = torch.zeros(len(a), len(b), device=DEVICE), (b, scale_b.t())
-            options = {"c": out, "recipe": (1, 1, 128)}
-        calls["deepgemm"] = lambda: (product(left, right, out, **options), out)[1]
-    return calls
+    if not hasattr(F, "scaled_mm") or len(a) <= 256:
+        return {}
+    row = F.ScalingType.BlockWise1x128
+    kind = F.ScalingType.BlockWise128x128 if blocks else row
+    scales = F.pad(scale_b, (0, -scale_b.shape[1] % 4)).contiguous() if blocks else scale_b
+    return {"cublaslt": lambda: F.scaled_mm(a, b.t(), scale_a.t(), row, scales.t(), kind)}
+
+
+def deepgemm(a, scale_a, b, scale_b, blocks):
+    """The same by DeepGEMM, which without `blocks` adds to FP32, as WGrad wants it."""
+    if not optional("deep_gemm"):
+        return {}
+    product, left, right = optional("deep_gemm").fp8_gemm_nt, (a, scale_a.t()), (b, scale_b)
+    out, options = torch.empty(len(a), len(b), dtype=torch.bfloat16, device=DEVICE), {}
+    if not blocks:
+        out, right = torch.zeros(len(a), len(b), device=DEVICE), (b, scale_b.t())
+        options = {"c": out, "recipe": (1, 1, 128)}
+    return {"deepgemm": lambda: (product(left, right, out, **options), out)[1]}
 
 
 def plain_tile(M):
@@ -517,7 +521,8 @@ def row_calls(x, w, codes, scales):
     q, s = fp8.quantize_rows(x)
     return {"ours": lambda: fp8.fprop(q, s, codes, scales),
             "plain": lambda: fp8.fprop(q, s, codes, scales, tile=plain_tile(len(x))),
-            "bf16": lambda: torch.mm(x, w.t()), **libraries(q, s, codes, scales, blocks=True)}
+            "bf16": lambda: torch.mm(x, w.t()), **cublaslt(q, s, codes, scales, blocks=True),
+            **deepgemm(q, s, codes, scales, blocks=True)}
 
 
 def fprop_calls(M, N, K):
@@ -532,19 +537,24 @@ def dgrad_calls(M, N, K):
 
 
 def wgrad_calls(M, N, K):
-    """Ours and DeepGEMM add to an FP32 gradient (8 bytes an element move), cuBLAS writes BF16 (2 bytes)."""
+    """Ours and DeepGEMM add to an FP32 gradient (8 bytes an element move), the others write BF16 (2 bytes).
+    `_rows` are the libraries' products with the usual scales of WGrad, one for every feature and 128 tokens
+    of X; cuBLASLt is also asked for what ours computes."""
     dy, x, out = randn(M, N), randn(M, K), torch.zeros(N, K, device=DEVICE)
-    (dc, ds), (xc, xs) = fp8.quantize_cols(dy), fp8.quantize_cols(x)
-    plain = torch.zeros_like(out)
+    (dc, ds), (xc, xs) = fp8.quantize_cols(dy), fp8.quantize_blocks_t(x, fp8.quantize_rows(x)[1])
+    cols, plain = fp8.quantize_cols(x), torch.zeros_like(out)
+    rows = cublaslt(dc, ds, *cols, blocks=False) | deepgemm(dc, ds, *cols, blocks=False)
     return {"ours": lambda: (fp8.wgrad(dc, ds, xc, xs, out), out)[1],
-            "plain": lambda: (fp8.wgrad(dc, ds, xc, xs, plain, tile=(8, 4)), plain)[1],
-            "bf16": lambda: torch.mm(dy.t(), x), **libraries(dc, ds, xc, xs, blocks=False)}
+            "plain": lambda: (fp8.wgrad(dc, ds, xc, xs, plain, tile=fp8.SQUARE), plain)[1],
+            "bf16": lambda: torch.mm(dy.t(), x), **cublaslt(dc, ds, xc, xs, blocks=True),
+            **{f"{library}_rows": call for library, call in rows.items()}}
 
 
 PRODUCTS = {"fprop": fprop_calls, "dgrad": dgrad_calls, "wgrad": wgrad_calls, "decode": fprop_calls}
 # Relative difference from ours that is allowed. The plain kernel has the same bits. E4M3 keeps 3 bits after
 # the leading one: about 2.6 % on an operand, 3.7 % on a product of random values.
-OTHERS = {"plain": 0, "bf16": 0.05, "cublaslt": 0.005, "deepgemm": 0.005}
+OTHERS = {"plain": 0, "bf16": 0.05, "cublaslt": 0.005, "deepgemm": 0.005,
+          "cublaslt_rows": 0.05, "deepgemm_rows": 0.05}
 
 
 def gemm_row(table, case, where, M, N, K):
@@ -587,6 +597,7 @@ def quant_cases(M, C, width):
     w, scale = fp8.Weight((C,), device=DEVICE), 4 / 128
     w.write(torch.rand(C) + 0.5)
     rstd = torch.rand(M, device=DEVICE) + 0.5
+    row_scales = fp8.empty_scales(width // 128, M, DEVICE).fill_(1 / 448)  # read as far as needed
     on = lambda f, *shapes: lambda: functools.partial(f, *(randn(*s) for s in shapes))
 
     def transpose():
@@ -595,18 +606,18 @@ def quant_cases(M, C, width):
     x, mlp, matrix = (M, C), (M, width), (2 * width, C)
     return {
         "quantize_rows": (x, 3 + scale, on(fp8.quantize_rows, x)),
-        "quantize_cols": (x, 3 + scale, on(fp8.quantize_cols, x)),
+        "quantize_blocks_t": (x, 3 + scale, on(lambda x: fp8.quantize_blocks_t(x, row_scales), x)),
         "quantize_rows_cols": (x, 4 + 2 * scale, on(fp8.quantize_rows_cols, x)),
         "quantize_blocks": (matrix, 3, on(fp8.quantize_blocks, matrix)),
         "transpose_codes": (matrix, 2, transpose),
         # read the residual and what is added to it, write their sum and the codes
         "add+norm+quantize": (x, 7 + scale, on(lambda h, d: fp8.norm_forward(h, d, w, 1e-6, True), x, x)),
         "norm backward": (x, 8, on(lambda dy, dh, h: fp8.norm_backward(dy, dh, h, rstd, w), x, x, x)),
-        "norm to columns": (x, 3 + scale, on(lambda h: fp8.norm_operand(h, rstd, w, 1e-6, True), x)),
+        "norm to blocks": (x, 3 + scale, on(lambda h: fp8.norm_operand(h, rstd, w, 1e-6, row_scales), x)),
         "swiglu+quantize": (mlp, 5 + scale, on(lambda g: fp8.swiglu_forward(g, True), (M, 2 * width))),
-        # read dY, gate and up, write their gradients and the columns of the product
+        # read dY, gate and up, write their gradients and the product, transposed
         "swiglu backward": (mlp, 11 + scale,
-                            on(lambda dy, g: fp8.swiglu_backward(dy, g, True), mlp, (M, 2 * width))),
+                            on(lambda dy, g: fp8.swiglu_backward(dy, g, row_scales), mlp, (M, 2 * width))),
     }
 
 

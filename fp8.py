@@ -1,20 +1,22 @@
 """Blockwise FP8 for training and sampling: quantizers, the three products of a linear layer, the optimizer.
 
-A linear layer runs three matrix products. All three take E4M3 codes, with FP32 scales beside them:
+A linear layer runs three matrix products. All three take E4M3 codes with FP32 scales beside them, and are one
+operation: rows with a scale for every 128 values, times a matrix with one for every 128x128 block.
 
     product              left operand (rows, contracted)    right operand                    out
     FProp  Y  = X W^T    X    (M, K), 1x128 along K         W   (N, K), 128x128              BF16
     DGrad  dX = dY W     dY   (M, N), 1x128 along N         W^T (K, N), the same codes       BF16
-    WGrad  dW = dY^T X   dY^T (N, M), groups of 128 tokens  X^T (K, M), groups of 128 tokens FP32, accumulated
+    WGrad  dW = dY^T X   dY^T (N, M), 1x128 along M         X^T (K, M), 128x128              FP32, accumulated
 
 M counts tokens, K input and N output features. A scale is amax/448, the factor that dequantizes. It is made
 fresh for every tensor: nothing to calibrate, no history to keep. Gradients are E4M3 too: with a scale for
 every 128 values the range of E5M2 is not needed, while the mantissa bit that it gives up would be missed.
 
 Layout. Hopper's FP8 tensor cores read both operands contiguous along the contracted axis, and no two of the
-products contract the same one. So an activation is quantized twice: row-wise for FProp, and column-wise, that
-is transposed, for WGrad. dY is read once and written in both directions. A weight is stored once: a square
-block has one scale whichever way it is turned, so the backward pass transposes the codes, a layer at a time.
+products contract the same one. So an activation is quantized twice: row-wise for FProp, and transposed for
+WGrad, where the scale of a block is the largest of its tokens' row-wise ones. dY is read once and written in
+both directions. A weight is stored once: a square block has one scale whichever way it is turned, so the
+backward pass transposes the codes, a layer at a time.
 Scales lie with tokens (or features) contiguous, one line for each group of 128. Rows of codes start on 16
 bytes, as the TMA unit demands. Tokens are padded to 128 with exact zeros, which add nothing to a sum.
 
@@ -27,8 +29,10 @@ between layers in BF16; accumulators and weight gradients in FP32; master weight
 or in BF16 with stochastic rounding.
 
 Where this departs from Jet-RL (arXiv 2601.14243), whose recipe it is otherwise: Jet-RL keeps the row-wise
-codes of an activation, and quantizes those codes again for WGrad. Here the BF16 values, which the layer saves
-anyway, are quantized column-wise, once: one rounding instead of two.
+codes of an activation, and for WGrad quantizes those again, with a scale for every feature and 128 tokens.
+Here the BF16 values, which the layer saves anyway, are quantized in blocks: one rounding instead of two. A
+block's scale costs no accuracy, as E4M3 is a floating-point format and holds 15 powers of two with all its
+bits; a second scale for every row would cost the product a multiplication for every element and block of K.
 
 The numerics contract. A row of any result depends on that row alone: not on the number of rows, not on the
 tile that computed it, not on whether the sampler or the trainer asked. Then log-probabilities agree to the
@@ -205,6 +209,10 @@ def quantize_blocks_reference(w):
     return q.view(w.shape)[:N, :K], s[:, 0, :, 0]
 
 
+def quantize_blocks_t_reference(x):
+    return quantize_blocks_reference(F.pad(x.float(), (0, 0, 0, -x.shape[0] % BLOCK)).t().contiguous())
+
+
 @jit
 def encode(x):
     """encode_reference for the rows of an FP32 tile; -> codes, scales (rows,)."""
@@ -240,19 +248,29 @@ def store_rows(x, codes, scales, quads, group, m, k, M, K: tl.constexpr, CODES_L
 
 
 @jit
-def store_cols(x, codes, scales, groups, group, k, K: tl.constexpr):
-    """Quantize a group of 128 tokens, columns k, and store it transposed; groups * 128 codes a line.
+def store_transposed(x, scale, codes, groups, group, k, K: tl.constexpr):
+    """Store the codes of a group of 128 tokens, columns k, transposed; groups * 128 codes a line.
 
     x is an FP32 tile (128 / n, columns, n), token a * n + b at [a, :, b], which tl.join made of n tiles. So
     the codes of n neighbours lie side by side in one thread, and go through shared memory as one word: byte
     by byte, the transposition would take longer than all of the rest.
     """
-    scale = scale_of(tl.max(tl.max(magnitude(x), 2), 0))
-    q = codes_of(x, scale[None, :, None]).permute(1, 0, 2).reshape(x.shape[1], 128)
+    q = codes_of(x, scale).permute(1, 0, 2).reshape(x.shape[1], 128)
     # No mask on tokens: the padding was loaded as zeros, and is stored as zeros.
     out = codes + group * 128 + k[:, None].to(tl.int64) * (groups * 128) + tl.arange(0, 128)
     tl.store(out, q, mask=k[:, None] < K)
-    tl.store(scales + group * ((K + 3) // 4 * 4) + k, scale, mask=k < K)  # lines on 16 bytes
+
+
+@jit
+def block_scale(row_scales, quads, scales, scales_line, M, i, k0):
+    """The scale of group i of 128 tokens by the 128 features around k0: the largest of the tokens' own, as
+    quantize_rows gave them, for rounding keeps the order. The program at its first feature stores it."""
+    m, block = i * 128 + tl.arange(0, 128), k0 // 128
+    own = tl.load(row_scales + block * (quads * 4) + m, mask=m < M, other=0)
+    scale = tl.max(magnitude(own), 0).to(tl.float32, bitcast=True)
+    if k0 % 128 == 0:
+        tl.store(scales + block * scales_line + i, scale)
+    return scale
 
 
 @jit
@@ -278,13 +296,9 @@ def load_tokens(x, norm_w, rstd, m, k, left, K: tl.constexpr, X_LINE: tl.constex
 
 
 @jit
-def quantize_cols_tile(x, norm_w, rstd, codes, scales, i, j, M, K: tl.constexpr, X_LINE: tl.constexpr,
-                       WIDTH: tl.constexpr):
-    """Group i of 128 tokens by tile j of WIDTH features."""
+def load_group(x, norm_w, rstd, i, k, M, K: tl.constexpr, X_LINE: tl.constexpr):
+    """Group i of 128 tokens and columns k, as store_transposed takes it."""
     m, left = 4 * tl.arange(0, 32), M - i * 128
-    # A thread loads four columns at a time (max_contiguous), though eight BF16 numbers would fit: it computes
-    # the scales of all its columns itself, two divisions for each.
-    k = tl.max_contiguous(j * WIDTH + tl.arange(0, WIDTH), 4)
     x += i.to(tl.int64) * (128 * X_LINE)  # 64 bits; within the group 32 are enough
     if rstd is not None:
         rstd += i * 128
@@ -292,8 +306,7 @@ def quantize_cols_tile(x, norm_w, rstd, codes, scales, i, j, M, K: tl.constexpr,
     x1 = load_tokens(x, norm_w, rstd, m + 1, k, left, K, X_LINE)
     x2 = load_tokens(x, norm_w, rstd, m + 2, k, left, K, X_LINE)
     x3 = load_tokens(x, norm_w, rstd, m + 3, k, left, K, X_LINE)
-    tile = tl.join(tl.join(x0, x2), tl.join(x1, x3)).reshape(32, WIDTH, 4)
-    store_cols(tile, codes, scales, tl.cdiv(M, 128), i, k, K)
+    return tl.join(tl.join(x0, x2), tl.join(x1, x3)).reshape(32, k.shape[0], 4)
 
 
 @jit(do_not_specialize=["quads", "M"])
@@ -301,13 +314,6 @@ def quantize_rows_kernel(x, codes, scales, quads, M, K: tl.constexpr, X_LINE: tl
                          CODES_LINE: tl.constexpr, TILE: tl.constexpr):
     i, j = tl.program_id(0) // tl.cdiv(K, 128), tl.program_id(0) % tl.cdiv(K, 128)
     quantize_rows_tile(x, codes, scales, quads, i, j, M, K, X_LINE, CODES_LINE, TILE)
-
-
-@jit(do_not_specialize=["M"])
-def quantize_cols_kernel(x, norm_w, rstd, codes, scales, M, K: tl.constexpr, X_LINE: tl.constexpr,
-                         WIDTH: tl.constexpr):
-    i, j = tl.program_id(0) // tl.cdiv(K, WIDTH), tl.program_id(0) % tl.cdiv(K, WIDTH)
-    quantize_cols_tile(x, norm_w, rstd, codes, scales, i, j, M, K, X_LINE, WIDTH)
 
 
 @jit(do_not_specialize=["quads", "M"])
@@ -322,7 +328,24 @@ def quantize_rows_cols_kernel(x, codes, scales, codes_t, scales_t, quads, M, K: 
         row_tile = i * 4 + part // blocks
         quantize_rows_tile(x, codes, scales, quads, row_tile, part % blocks, M, K, X_LINE, CODES_LINE, 32)
     else:
-        quantize_cols_tile(x, None, None, codes_t, scales_t, i, part - 4 * blocks, M, K, X_LINE, 32)
+        # A thread loads four columns at a time (max_contiguous), though eight BF16 numbers would fit: it
+        # computes the scales of all its columns itself, two divisions for each.
+        k = tl.max_contiguous((part - 4 * blocks) * 32 + tl.arange(0, 32), 4)
+        tile = load_group(x, None, None, i, k, M, K, X_LINE)
+        scale = scale_of(tl.max(tl.max(magnitude(tile), 2), 0))
+        store_transposed(tile, scale[None, :, None], codes_t, tl.cdiv(M, 128), i, k, K)
+        tl.store(scales_t + i * ((K + 3) // 4 * 4) + k, scale, mask=k < K)  # lines on 16 bytes
+
+
+@jit(do_not_specialize=["quads", "M", "scales_line"])
+def quantize_blocks_t_kernel(x, norm_w, rstd, row_scales, codes, scales, quads, M, scales_line,
+                             K: tl.constexpr, X_LINE: tl.constexpr, WIDTH: tl.constexpr):
+    """One program quantizes 128 tokens by WIDTH features, transposed."""
+    i, k0 = tl.program_id(0) // tl.cdiv(K, WIDTH), tl.program_id(0) % tl.cdiv(K, WIDTH) * WIDTH
+    k = k0 + tl.arange(0, WIDTH)
+    tile = load_group(x, norm_w, rstd, i, k, M, K, X_LINE)
+    scale = block_scale(row_scales, quads, scales, scales_line, M, i, k0)
+    store_transposed(tile, scale, codes, tl.cdiv(M, 128), i, k, K)
 
 
 @jit
@@ -358,9 +381,9 @@ def row_outputs(x):
     return empty_codes(*x.shape, x.device), empty_scales(cdiv(x.shape[1], BLOCK), x.shape[0], x.device)
 
 
-def col_outputs(x):
+def transposed_outputs(x):
     K, groups = x.shape[1], cdiv(x.shape[0], BLOCK)
-    return empty_codes(K, groups * BLOCK, x.device), empty_scales(groups, K, x.device)
+    return empty_codes(K, groups * BLOCK, x.device), empty_scales(cdiv(K, BLOCK), groups, x.device)
 
 
 def quantize_rows(x):
@@ -373,25 +396,32 @@ def quantize_rows(x):
     return out
 
 
-def quantize_cols(x, norm_w=None, rstd=None):
-    """x (M, K) -> codes (K, Mp) E4M3 of its transpose, scales (Mp/128, K) FP32: one per feature and 128
-    tokens. Mp is M rounded up to 128; padding is zeros. With norm_w (K,), rstd (M,): of the norm's output."""
-    if not use_kernels(x):
-        return quantize_cols_reference(x if rstd is None else norm_output_reference(x, rstd, norm_w))
-    (M, K), x, out = x.shape, unit_stride(x), col_outputs(x)
-    launch(quantize_cols_kernel, cdiv(M, BLOCK) * cdiv(K, 64), x, norm_w, rstd, *out, M, K, x.stride(0), 64,
-           num_warps=4)
-    return out
-
-
 def quantize_rows_cols(x):
-    """x (M, K) -> what quantize_rows and what quantize_cols give; x is read once."""
+    """x (M, K) -> what quantize_rows gives, and codes (K, Mp) E4M3 of its transpose, scales (Mp/128, K): one
+    per feature and 128 tokens. Mp is M rounded up to 128; padding is zeros. x is read once."""
     if not use_kernels(x):
         return quantize_rows_reference(x), quantize_cols_reference(x)
-    (M, K), x, rows, cols = x.shape, unit_stride(x), row_outputs(x), col_outputs(x)
-    launch(quantize_rows_cols_kernel, cdiv(M, BLOCK) * cdiv(K, BLOCK) * 8, x, *rows, *cols, cdiv(M, 4), M, K,
+    (M, K), x, rows, groups = x.shape, unit_stride(x), row_outputs(x), cdiv(x.shape[0], BLOCK)
+    cols = empty_codes(K, groups * BLOCK, x.device), empty_scales(groups, K, x.device)
+    launch(quantize_rows_cols_kernel, groups * cdiv(K, BLOCK) * 8, x, *rows, *cols, cdiv(M, 4), M, K,
            x.stride(0), rows[0].stride(0), num_warps=2)
     return rows, cols
+
+
+def quantize_cols(x):
+    """The second half of quantize_rows_cols."""
+    return quantize_rows_cols(x)[1]
+
+
+def quantize_blocks_t(x, row_scales, norm_w=None, rstd=None):
+    """x (M, K) and the scales of quantize_rows(x) -> codes (K, Mp) E4M3 of its transpose, with one scale per
+    128x128 block, (K/128, Mp/128). With norm_w (K,), rstd (M,): of the output of that norm."""
+    if not use_kernels(x):
+        return quantize_blocks_t_reference(x if rstd is None else norm_output_reference(x, rstd, norm_w))
+    (M, K), x, out = x.shape, unit_stride(x), transposed_outputs(x)
+    launch(quantize_blocks_t_kernel, cdiv(M, BLOCK) * cdiv(K, 64), x, norm_w, rstd, row_scales, *out,
+           row_scales.stride(0) // 4, M, out[1].stride(0), K, x.stride(0), 64, num_warps=4)
+    return out
 
 
 def quantize_blocks(w, out=None):
@@ -442,22 +472,15 @@ def matmul_rows(x, w):
     return torch.cat(out)[:M] if out else x.new_zeros(0, w.shape[1])
 
 
-def fprop_reference(x_codes, x_scales, w_codes, w_scales, bias, dtype):
-    x, w = x_codes.float(), w_codes.float()
-    N, K = w.shape
-    total = x.new_zeros(x.shape[0], N)
+def product_reference(a_codes, a_scales, b_codes, b_scales):
+    """-> A B^T in FP32: codes (M, K) and (N, K), scales (K/128, M) and (N/128, K/128)."""
+    a, b = a_codes.float(), b_codes.float()
+    N, K = b.shape
+    total = a.new_zeros(a.shape[0], N)
     for k in range(cdiv(K, BLOCK)):
-        part = matmul_rows(x[:, k * BLOCK:(k + 1) * BLOCK], w[:, k * BLOCK:(k + 1) * BLOCK])
-        total += part * (x_scales[k][:, None] * w_scales[:, k].repeat_interleave(BLOCK)[:N])
-    return (total if bias is None else total + bias.float()).to(dtype)
-
-
-def wgrad_reference(dyt_codes, dyt_scales, xt_codes, xt_scales, out):
-    dyt, xt, total = dyt_codes.float(), xt_codes.float(), torch.zeros_like(out)
-    for m in range(dyt.shape[1] // BLOCK):
-        part = dyt[:, m * BLOCK:(m + 1) * BLOCK] @ xt[:, m * BLOCK:(m + 1) * BLOCK].t()
-        total += part * dyt_scales[m][:, None] * xt_scales[m]
-    out += total
+        part = matmul_rows(a[:, k * BLOCK:(k + 1) * BLOCK], b[:, k * BLOCK:(k + 1) * BLOCK])
+        total += part * (a_scales[k][:, None] * b_scales[:, k].repeat_interleave(BLOCK)[:N])
+    return total
 
 
 @jit
@@ -470,60 +493,43 @@ def tile_place(tile, m_tiles, n_tiles: tl.constexpr):
     return group + inside % height, inside // height
 
 
-@jit(do_not_specialize=["M", "x_quads"])
-def fprop_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, x_quads,
-                 N: tl.constexpr, K: tl.constexpr, W_SCALE_N: tl.constexpr, W_SCALE_K: tl.constexpr,
-                 TOKENS: tl.constexpr, FEATURES: tl.constexpr, SWAP: tl.constexpr):
-    """One program computes a tile of TOKENS x FEATURES of Y = X W^T + bias, over all of K.
+@jit(do_not_specialize=["M", "blocks", "a_quads", "b_scale_n", "b_scale_k"])
+def plain_kernel(a_codes, b_codes, a_scales, b_scales, bias, out, M, blocks, a_quads, b_scale_n, b_scale_k,
+                 N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr,
+                 ADD: tl.constexpr):
+    """One program computes a tile of ROWS x COLUMNS of out = A B^T + bias, or adds it to out (ADD).
 
-    FEATURES divides 128: within a tile and a block of K the scale of W is one number. SWAP computes W X^T:
-    the same bits, but the tensor core's 64 rows or more are then features, and tokens may be 16.
+    COLUMNS divides 128: within a tile and a block of K the scale of B is one number. SWAP computes B A^T: the
+    same bits, but the tensor core's 64 rows or more are then those of B, and A's may be 16.
     """
-    m0, n0 = tile_place(tl.program_id(0), tl.cdiv(M, TOKENS), (N + FEATURES - 1) // FEATURES)
-    m0, n0 = m0 * TOKENS, n0 * FEATURES
-    m, n = m0 + tl.arange(0, TOKENS), n0 + tl.arange(0, FEATURES)
-    total = tl.zeros((FEATURES, TOKENS) if SWAP else (TOKENS, FEATURES), tl.float32)
-    for block in range((K + 127) // 128):
-        x = x_codes.load([m0, block * 128])
-        w = w_codes.load([n0, block * 128])
-        s = tl.load(x_scales + block * (x_quads * 4) + m, mask=m < M, other=0)
-        s *= tl.load(w_scales + n0 // 128 * W_SCALE_N + block * W_SCALE_K)
+    m0, n0 = tile_place(tl.program_id(0), tl.cdiv(M, ROWS), (N + COLUMNS - 1) // COLUMNS)
+    m0, n0 = m0 * ROWS, n0 * COLUMNS
+    m, n = m0 + tl.arange(0, ROWS), n0 + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS, ROWS) if SWAP else (ROWS, COLUMNS), tl.float32)
+    for block in range(blocks):
+        a = a_codes.load([m0, block * 128])
+        b = b_codes.load([n0, block * 128])
+        s = tl.load(a_scales + block * (a_quads * 4) + m, mask=m < M, other=0)
+        s *= tl.load(b_scales + n0 // 128 * b_scale_n + block * b_scale_k)
         # Promotion: the tensor core starts from zero every 128 of K; one fma adds its sum to the FP32 total.
         if SWAP:
-            total = tl.fma(tl.dot(w, x.T), s[None, :], total)
+            total = tl.fma(tl.dot(b, a.T), s[None, :], total)
         else:
-            total = tl.fma(tl.dot(x, w.T), s[:, None], total)
+            total = tl.fma(tl.dot(a, b.T), s[:, None], total)
 
     if SWAP:
         total = total.T
     if bias is not None:
         total += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
-    offsets = m[:, None].to(tl.int64) * N + n
-    tl.store(y + offsets, total.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n < N))
+    offsets, mask = m[:, None].to(tl.int64) * N + n, (m[:, None] < M) & (n < N)
+    if ADD:
+        total += tl.load(out + offsets, mask=mask)
+    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=mask)
 
 
-@jit(do_not_specialize=["groups"])
-def wgrad_kernel(dyt_codes, xt_codes, dyt_scales, xt_scales, out, groups, N: tl.constexpr, K: tl.constexpr,
-                 DYT_LINE: tl.constexpr, XT_LINE: tl.constexpr):
-    """One program adds a 128x128 tile of dY^T X to `out`, over all tokens in order: no split, no atomics."""
-    n0, k0 = tile_place(tl.program_id(0), (N + 127) // 128, (K + 127) // 128)
-    n0, k0 = n0 * 128, k0 * 128
-    n, k = n0 + tl.arange(0, 128), k0 + tl.arange(0, 128)
-    total = tl.zeros((128, 128), tl.float32)
-    for block in range(groups):
-        dyt = dyt_codes.load([n0, block * 128])
-        xt = xt_codes.load([k0, block * 128])
-        s_dy = tl.load(dyt_scales + block * DYT_LINE + n, mask=n < N, other=0)
-        s_x = tl.load(xt_scales + block * XT_LINE + k, mask=k < K, other=0)
-        total = tl.fma(tl.dot(dyt, xt.T) * s_dy[:, None], s_x[None, :], total)
-
-    offsets, mask = n[:, None].to(tl.int64) * K + k, (n[:, None] < N) & (k < K)
-    tl.store(out + offsets, tl.load(out + offsets, mask=mask) + total, mask=mask)
-
-
-# On Hopper, and for many rows, both products have a faster kernel, with the bits of the two above, which
-# remain the ones to read (FProp on an H200, 8192 tokens, N = K = 4096: 1276 TFLOPS, the plain one 775). Plain
-# Triton runs the same code in all warps of a program. Here they have roles:
+# On Hopper, and for many rows, there is a faster kernel, with the bits of the one above, which remains the
+# one to read (FProp on an H200, 8192 tokens, N = K = 4096: 1276 TFLOPS, the plain one 775). Plain Triton runs
+# the same code in all warps of a program. Here they have roles:
 #
 #   loader, one warp             lets the TMA unit fill a ring of stages in shared memory, a tile's block of K
 #                                each, and runs ahead as far as the ring is long
@@ -558,10 +564,10 @@ def next_stage(stage, phase):
 
 @gluon_jit
 def load_tiles(a_codes, b_codes, a_scales, b_scales, ring, m_tiles, n_tiles: gl.constexpr, blocks,
-               WGRAD: gl.constexpr, TURNED: gl.constexpr):
+               TURNED: gl.constexpr):
     """The loader: block after block of tile after tile, as stages of the ring become empty."""
     a_ring, b_ring, a_scale_ring, b_scale_ring, full, empty = ring
-    BYTES: gl.constexpr = (256 + 128) * 128 + (256 + (128 if WGRAD else 32)) * 4
+    BYTES: gl.constexpr = (256 + 128) * 128 + (256 + 32) * 4
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         m, n = tile_place(tile, m_tiles, n_tiles)
@@ -573,9 +579,7 @@ def load_tiles(a_codes, b_codes, a_scales, b_scales, ring, m_tiles, n_tiles: gl.
             tma_load(b_codes, [n * 128, block * 128], ready, b_ring.index(stage))
             tma_load(a_scales, [block, m * 256], ready, a_scale_ring.index(stage))
             # TMA reads from 16 bytes on: of four scales of 128x128 blocks, one is ours.
-            if WGRAD:
-                tma_load(b_scales, [block, n * 128], ready, b_scale_ring.index(stage))
-            elif TURNED:
+            if TURNED:
                 tma_load(b_scales, [block, n // 4 * 4], ready, b_scale_ring.index(stage))
             else:
                 tma_load(b_scales, [n, block // 4 * 4], ready, b_scale_ring.index(stage))
@@ -583,32 +587,29 @@ def load_tiles(a_codes, b_codes, a_scales, b_scales, ring, m_tiles, n_tiles: gl.
 
 
 @gluon_jit
-def promote(d, rows, columns, total):
-    """-> d, total + d times the scales of its rows and, if there are any, of its columns (in shared memory).
+def promote(d, scales, total):
+    """-> d, total + d times the scales of its rows.
 
     The empty instruction makes d depend on the sum, so that the next product can have d's registers. Without
     it the compiler looks for 64 others, which there are not: they spill.
     """
-    scales = rows[:, None]
-    if columns is not None:
-        d, scales = d * scales, columns.load(gl.SliceLayout(0, d.type.layout))[None, :]
-    total = gl.fma(d, scales, total)
+    total = gl.fma(d, scales[:, None], total)
     d = gl.inline_asm_elementwise("// $0 $1 $2", "=f,0,f", [d, total], dtype=gl.float32, is_pure=True, pack=1)
     return d, total
 
 
 @gluon_jit
-def store_half(total, out, bias, m0, n0, M, N: gl.constexpr, WGRAD: gl.constexpr):
-    """Rows m0 .. m0 + 63 and columns n0 .. n0 + 127 of the result; adds to them for WGrad."""
+def store_half(total, out, bias, m0, n0, M, N: gl.constexpr, ADD: gl.constexpr):
+    """Rows m0 .. m0 + 63 and columns n0 .. n0 + 127 of the result."""
     # A product lies two neighbours of a row a thread: enough for FP32. For BF16, eight, moved within a warp.
-    layout: gl.constexpr = total.type.layout if WGRAD else gl.DistributedLinearLayout(
+    layout: gl.constexpr = total.type.layout if ADD else gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 128])
     m = m0 + gl.arange(0, 64, gl.SliceLayout(1, layout))
     n = n0 + gl.arange(0, 128, gl.SliceLayout(0, layout))
     at, mask = out + m[:, None].to(gl.int64) * N + n[None, :], (m[:, None] < M) & (n[None, :] < N)
-    if WGRAD:
+    if ADD:
         # The L2 cache adds, and nobody waits for what was there. That leaves no order open: a launch adds to
         # an element once. It is one rounding, as of a sum in a register, but takes subnormal numbers as zero.
         gl.atomic_add(at, total, mask=mask, sem="relaxed")
@@ -621,7 +622,7 @@ def store_half(total, out, bias, m0, n0, M, N: gl.constexpr, WGRAD: gl.constexpr
 
 @gluon_jit
 def multiply_tiles(part: gl.constexpr, ring, bias, out, M, m_tiles, n_tiles: gl.constexpr, blocks,
-                   N: gl.constexpr, WGRAD: gl.constexpr, TURNED: gl.constexpr):
+                   N: gl.constexpr, ADD: gl.constexpr, TURNED: gl.constexpr):
     """A consumer: rows 128 part .. 128 part + 127 of tile after tile.
 
     Whatever can wait, or be done ahead, is done while one of its products runs: releasing the stage before,
@@ -644,38 +645,34 @@ def multiply_tiles(part: gl.constexpr, ring, bias, out, M, m_tiles, n_tiles: gl.
             hopper.mbarrier.arrive(empty.index(previous), pred=block > 0)
             a_scales = a_scale_ring.index(stage).reshape([256]).slice(part * 128, 128)
             s_upper, s_lower = a_scales.slice(0, 64).load(rows), a_scales.slice(64, 64).load(rows)
-            if WGRAD:
-                columns = b_scale_ring.index(stage).reshape([128])
-            else:
-                columns: gl.constexpr = None
-                b_scales = b_scale_ring.index(stage).reshape([32]).slice(0, 4).load(four)
-                ours = gl.arange(0, 4, four) == (n if TURNED else block) % 4
-                s = gl.sum(gl.where(ours, b_scales, 0.0), 0)
-                s_upper, s_lower = s_upper * s, s_lower * s
+            b_scales = b_scale_ring.index(stage).reshape([32]).slice(0, 4).load(four)
+            ours = gl.arange(0, 4, four) == (n if TURNED else block) % 4
+            s = gl.sum(gl.where(ours, b_scales, 0.0), 0)
+            s_upper, s_lower = s_upper * s, s_lower * s
             d = hopper.warpgroup_mma_wait(0, deps=(d,))
-            d, upper = promote(d, s_upper, columns, upper)
+            d, upper = promote(d, s_upper, upper)
             d = hopper.warpgroup_mma(a.slice(64, 64), b.permute((1, 0)), d, use_acc=False, is_async=True)
             previous = stage
             stage, phase = next_stage(stage, phase)
             hopper.mbarrier.wait(full.index(stage), phase, pred=block + 1 < blocks)
             d = hopper.warpgroup_mma_wait(0, deps=(d,))
-            d, lower = promote(d, s_lower, columns, lower)
+            d, lower = promote(d, s_lower, lower)
         hopper.mbarrier.arrive(empty.index(previous))
-        store_half(upper, out, bias, m * 256 + part * 128, n * 128, M, N, WGRAD)
-        store_half(lower, out, bias, m * 256 + part * 128 + 64, n * 128, M, N, WGRAD)
+        store_half(upper, out, bias, m * 256 + part * 128, n * 128, M, N, ADD)
+        store_half(lower, out, bias, m * 256 + part * 128 + 64, n * 128, M, N, ADD)
 
 
 @gluon_jit(do_not_specialize=["M", "blocks"])
 def product_kernel(a_codes, b_codes, a_scales, b_scales, bias, out, M, blocks, N: gl.constexpr,
-                   WGRAD: gl.constexpr, TURNED: gl.constexpr):
-    """out (M, N) = a b^T + bias as in fprop_kernel, a being X and b W, or out += a b^T as in wgrad_kernel.
+                   ADD: gl.constexpr, TURNED: gl.constexpr):
+    """out (M, N) = A B^T + bias, or out += A B^T, as in plain_kernel.
 
     TURNED: b_scales are (K/128, N/128) instead of (N/128, K/128), as DGrad has them.
     """
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [RING, 256, 128], a_codes.layout)
     b_ring = gl.allocate_shared_memory(gl.float8e4nv, [RING, 128, 128], b_codes.layout)
     a_scale_ring = gl.allocate_shared_memory(gl.float32, [RING, 1, 256], a_scales.layout)
-    b_scale_ring = gl.allocate_shared_memory(gl.float32, [RING, 1, 128 if WGRAD else 32], b_scales.layout)
+    b_scale_ring = gl.allocate_shared_memory(gl.float32, [RING, 1, 32], b_scales.layout)
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], hopper.mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [RING, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
@@ -686,14 +683,14 @@ def product_kernel(a_codes, b_codes, a_scales, b_scales, bias, out, M, blocks, N
     m_tiles = (M + 255) // 256
     n_tiles: gl.constexpr = (N + 127) // 128
     gl.warp_specialize([
-        (multiply_tiles, (0, ring, bias, out, M, m_tiles, n_tiles, blocks, N, WGRAD, TURNED)),
-        (multiply_tiles, (1, ring, bias, out, M, m_tiles, n_tiles, blocks, N, WGRAD, TURNED)),
-        (load_tiles, (a_codes, b_codes, a_scales, b_scales, ring, m_tiles, n_tiles, blocks, WGRAD, TURNED)),
+        (multiply_tiles, (0, ring, bias, out, M, m_tiles, n_tiles, blocks, N, ADD, TURNED)),
+        (multiply_tiles, (1, ring, bias, out, M, m_tiles, n_tiles, blocks, N, ADD, TURNED)),
+        (load_tiles, (a_codes, b_codes, a_scales, b_scales, ring, m_tiles, n_tiles, blocks, TURNED)),
     ], [4, 1], [240, 24])
 
 
-def product_hopper(a_codes, a_scales, b_codes, b_scales, bias, out, wgrad):
-    """Launch product_kernel; b_scales (N/128, K/128), or (K/128, N) for WGrad."""
+def product_hopper(a_codes, a_scales, b_codes, b_scales, bias, out, add):
+    """Launch product_kernel."""
     M, N, blocks = a_codes.shape[0], b_codes.shape[0], a_scales.shape[0]
     turned = b_scales.stride(1) != 1
     if turned:
@@ -706,8 +703,8 @@ def product_hopper(a_codes, a_scales, b_codes, b_scales, bias, out, wgrad):
            GluonDescriptor.from_tensor(a_codes, [256, BLOCK], codes),
            GluonDescriptor.from_tensor(b_codes, [BLOCK, BLOCK], codes),
            GluonDescriptor.from_tensor(a_scales, [1, 256], scales),
-           GluonDescriptor.from_tensor(b_scales, [1, BLOCK if wgrad else 32], scales),
-           bias, out, M, blocks, N, wgrad, turned, num_warps=4, maxnreg=168)
+           GluonDescriptor.from_tensor(b_scales, [1, 32], scales),
+           bias, out, M, blocks, N, add, turned, num_warps=4, maxnreg=168)
 
 
 @functools.cache
@@ -838,7 +835,7 @@ def decode_multiply(part: gl.constexpr, ring, w_scales, bias, y, tiles, M, N: gl
 def decode_kernel(x_codes, w_codes, x_scales, w_scales, bias, y, M, N: gl.constexpr, K: gl.constexpr,
                   W_SCALE_N: gl.constexpr, W_SCALE_K: gl.constexpr, TOKENS: gl.constexpr,
                   FEATURES: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr):
-    """Y = X W^T + bias as in fprop_kernel; STAGES stages with STEP blocks of K each."""
+    """Y = X W^T + bias as in plain_kernel; STAGES stages with STEP blocks of K each."""
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * STEP, TOKENS, 128], x_codes.layout)
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * STEP, FEATURES, 128], w_codes.layout)
     scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES * STEP, 1, TOKENS], x_scales.layout)
@@ -880,11 +877,11 @@ def decode_product(x_codes, x_scales, w_codes, w_scales, bias, y, tile):
 
 
 def fprop_tile(M, N, device):
-    """The kernel and its tile: HOPPER, one of DECODE_TILES, or (tokens, features, swap, warps, stages) of
-    fprop_kernel. Any choice gives the same bits, this one is for speed.
+    """The kernel and its tile: HOPPER, one of DECODE_TILES, or (rows, columns, swap, warps, stages) of
+    plain_kernel. Any choice gives the same bits, this one is for speed.
 
     On a Hopper GPU, the one that is through first if every multiprocessor takes one tile after another. For
-    fprop_kernel: few tokens are bound by reading W, so many narrow programs and deep pipelines keep many
+    plain_kernel: few tokens are bound by reading W, so many narrow programs and deep pipelines keep many
     loads in flight; with many tokens the square tile reuses most.
     """
     processors = multiprocessors(device)
@@ -896,7 +893,10 @@ def fprop_tile(M, N, device):
     if M <= 128:
         tokens = max(16, min(64, triton.next_power_of_2(M)))
         return tokens, 64, True, 4, 8 if tokens < 64 else 6
-    return 128, 128, False, 8, 4
+    return SQUARE
+
+
+SQUARE = 128, 128, False, 8, 4  # the tile of plain_kernel for many rows
 
 
 def fprop(x_codes, x_scales, w_codes, w_scales, bias=None, dtype=torch.bfloat16, tile=None):
@@ -906,48 +906,44 @@ def fprop(x_codes, x_scales, w_codes, w_scales, bias=None, dtype=torch.bfloat16,
     overrides fprop_tile, for tests and benchmarks.
     """
     if not use_kernels(x_codes):
-        return fprop_reference(x_codes, x_scales, w_codes, w_scales, bias, dtype)
-    M, (N, K) = x_codes.shape[0], w_codes.shape
-    y = torch.empty(M, N, dtype=dtype, device=x_codes.device)
-    if M == 0:
-        return y
-    tile = tile or fprop_tile(M, N, y.device)
-    if tile == HOPPER:
-        product_hopper(x_codes, x_scales, w_codes, w_scales, bias, y, wgrad=False)
-    elif tile in DECODE_TILES:
-        decode_product(x_codes, x_scales, w_codes, w_scales, bias, y, tile)
-    else:
-        tokens, features, swap, warps, stages = tile
-        launch(fprop_kernel, cdiv(M, tokens) * cdiv(N, features),
-               TensorDescriptor.from_tensor(x_codes, [tokens, BLOCK]),
-               TensorDescriptor.from_tensor(w_codes, [features, BLOCK]),
-               x_scales, w_scales, bias, y, M, x_scales.stride(0) // 4, N, K, *w_scales.stride(),
-               tokens, features, swap, num_warps=warps, num_stages=stages)
+        y = product_reference(x_codes, x_scales, w_codes, w_scales)
+        return (y if bias is None else y + bias.float()).to(dtype)
+    y = torch.empty(x_codes.shape[0], w_codes.shape[0], dtype=dtype, device=x_codes.device)
+    if len(y):
+        tile = tile or fprop_tile(*y.shape, y.device)
+        product(x_codes, x_scales, w_codes, w_scales, bias, y, False, tile)
     return y
 
 
 def wgrad(dyt_codes, dyt_scales, xt_codes, xt_scales, out, tile=None):
-    """out (N, K) FP32 += dY^T X: codes (N, Mp) and (K, Mp), scales (Mp/128, N) and (Mp/128, K).
+    """out (N, K) FP32 += dY^T X: codes (N, Mp) and (K, Mp), scales (Mp/128, N) and (K/128, Mp/128).
 
-    `tile`, for tests and benchmarks: HOPPER, or (warps, stages) of wgrad_kernel. The bits are the same, but
-    HOPPER takes subnormal numbers, those below 2^-126, as zero.
+    `tile`, for tests and benchmarks: HOPPER, or one of plain_kernel. The bits are the same, but HOPPER takes
+    subnormal numbers, those below 2^-126, as zero.
     """
     if not use_kernels(out):
-        return wgrad_reference(dyt_codes, dyt_scales, xt_codes, xt_scales, out)
-    (N, K), groups = out.shape, dyt_scales.shape[0]
-    if not groups:
-        return
-    # Where product_kernel's tiles fill less than half of the GPU, the plain ones, half as large, run at once.
-    fills = 0 < multiprocessors(out.device) <= 2 * cdiv(N, 256) * cdiv(K, BLOCK)
-    tile = tile or (HOPPER if fills else (8, 4))
+        out += product_reference(dyt_codes, dyt_scales, xt_codes, xt_scales)
+    elif len(dyt_scales):
+        # Where product_kernel's tiles fill less than half of the GPU, the plain ones are half as large.
+        N, K = out.shape
+        fills = 0 < multiprocessors(out.device) <= 2 * cdiv(N, 256) * cdiv(K, BLOCK)
+        product(dyt_codes, dyt_scales, xt_codes, xt_scales, None, out, True,
+                tile or (HOPPER if fills else SQUARE))
+
+
+def product(a_codes, a_scales, b_codes, b_scales, bias, out, add, tile):
+    """out = A B^T + bias, or out += A B^T (add), by the kernel that `tile` names."""
     if tile == HOPPER:
-        return product_hopper(dyt_codes, dyt_scales, xt_codes, xt_scales, None, out, wgrad=True)
-    warps, stages = tile
-    launch(wgrad_kernel, cdiv(N, BLOCK) * cdiv(K, BLOCK),
-           TensorDescriptor.from_tensor(dyt_codes, [BLOCK, BLOCK]),
-           TensorDescriptor.from_tensor(xt_codes, [BLOCK, BLOCK]),
-           dyt_scales, xt_scales, out, groups, N, K, dyt_scales.stride(0), xt_scales.stride(0),
-           num_warps=warps, num_stages=stages)
+        product_hopper(a_codes, a_scales, b_codes, b_scales, bias, out, add)
+    elif tile in DECODE_TILES:
+        decode_product(a_codes, a_scales, b_codes, b_scales, bias, out, tile)
+    else:
+        (M, N), (rows, columns, swap, warps, stages) = out.shape, tile
+        launch(plain_kernel, cdiv(M, rows) * cdiv(N, columns),
+               TensorDescriptor.from_tensor(a_codes, [rows, BLOCK]),
+               TensorDescriptor.from_tensor(b_codes, [columns, BLOCK]),
+               a_scales, b_scales, bias, out, M, len(a_scales), a_scales.stride(0) // 4, *b_scales.stride(),
+               N, rows, columns, swap, add, num_warps=warps, num_stages=stages)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1134,11 +1130,11 @@ def norm_forward(h, delta, w, eps, quantize):
     return h_new, rstd, (codes, scales) if quantize else y
 
 
-def norm_operand(h, rstd, w, eps, cols):
-    """The norm's output once more, as WGrad reads it: column-wise (codes, scales) if `cols`, else (M, C)."""
-    if cols:
-        return quantize_cols(h, w.data, rstd)
-    return norm_forward(h, None, w, eps, quantize=False)[2]
+def norm_operand(h, rstd, w, eps, row_scales):
+    """The norm's output once more, as WGrad reads it: by quantize_blocks_t, or (M, C) without row_scales."""
+    if row_scales is None:
+        return norm_forward(h, None, w, eps, quantize=False)[2]
+    return quantize_blocks_t(h, row_scales, w.data, rstd)
 
 
 def norm_backward(dy, dh, h, rstd, w):
@@ -1213,11 +1209,11 @@ def swiglu_backward_tile(dy, gate_up, d_gate_up, m, k, left, right, K: tl.conste
     return (gate * s * up).to(dtype)  # as the forward kernel computes it, to the bit
 
 
-@jit(do_not_specialize=["M"])
-def swiglu_backward_kernel(dy, gate_up, d_gate_up, y, codes_t, scales_t, M, K: tl.constexpr,
-                           TILE: tl.constexpr, WIDTH: tl.constexpr):
+@jit(do_not_specialize=["M", "quads", "scales_line"])
+def swiglu_backward_kernel(dy, gate_up, d_gate_up, y, row_scales, codes_t, scales_t, M, quads, scales_line,
+                           K: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
     """Gradients of gate and up for TILE tokens by WIDTH features; and the product once more, for WGrad, as
-    its factors are at hand: column-wise codes and scales (TILE is 128 then), or y."""
+    its factors are at hand: as quantize_blocks_t_kernel writes it (TILE is 128 then), or y."""
     i, j = tl.program_id(0) // tl.cdiv(K, WIDTH), tl.program_id(0) % tl.cdiv(K, WIDTH)
     left, right = M - i * TILE, K - j * WIDTH
     dy += i.to(tl.int64) * (TILE * K) + j * WIDTH
@@ -1229,10 +1225,12 @@ def swiglu_backward_kernel(dy, gate_up, d_gate_up, y, codes_t, scales_t, M, K: t
         y += i.to(tl.int64) * (TILE * K) + j * WIDTH
         tl.store(y + (m[:, None] * K + k), out, mask=(m[:, None] < left) & (k < right))
     else:
-        m, k = 2 * tl.arange(0, 64), tl.max_contiguous(tl.arange(0, WIDTH), 4)  # as in quantize_cols_tile
+        m, k = 2 * tl.arange(0, 64), tl.max_contiguous(tl.arange(0, WIDTH), 4)  # as in load_group
         x0 = swiglu_backward_tile(dy, gate_up, d_gate_up, m, k, left, right, K)
         x1 = swiglu_backward_tile(dy, gate_up, d_gate_up, m + 1, k, left, right, K)
-        store_cols(tl.join(x0, x1).to(tl.float32), codes_t, scales_t, tl.cdiv(M, 128), i, k + j * WIDTH, K)
+        scale = block_scale(row_scales, quads, scales_t, scales_line, M, i, j * WIDTH)
+        tile = tl.join(x0, x1).to(tl.float32)
+        store_transposed(tile, scale, codes_t, tl.cdiv(M, 128), i, k + j * WIDTH, K)
 
 
 def swiglu_forward(gate_up, quantize):
@@ -1248,18 +1246,20 @@ def swiglu_forward(gate_up, quantize):
     return (codes, scales) if quantize else y
 
 
-def swiglu_backward(dy, gate_up, cols):
-    """dy (M, K), gate_up (M, 2K) -> its gradient (M, 2K), and the product as WGrad reads it: column-wise
-    (codes, scales) when `cols`, else y (M, K)."""
+def swiglu_backward(dy, gate_up, row_scales):
+    """dy (M, K), gate_up (M, 2K), row-wise scales of silu(gate) up -> the gradient of gate_up (M, 2K), and
+    silu(gate) up as WGrad reads it: by quantize_blocks_t, or (M, K) if row_scales is None."""
+    quantize = row_scales is not None
     if not use_kernels(dy):
         y = swiglu_reference(gate_up)
-        return swiglu_backward_reference(dy, gate_up), quantize_cols(y) if cols else y
+        return swiglu_backward_reference(dy, gate_up), quantize_blocks_t(y, row_scales) if quantize else y
     (M, K), gate_up, dy = dy.shape, gate_up.contiguous(), dy.contiguous()
-    d_gate_up, (tile, width) = torch.empty_like(gate_up), (BLOCK, 32) if cols else (16, BLOCK)
-    y, codes, scales = (None, *col_outputs(dy)) if cols else (torch.empty_like(dy), None, None)
-    launch(swiglu_backward_kernel, cdiv(M, tile) * cdiv(K, width), dy, gate_up, d_gate_up, y, codes, scales,
-           M, K, tile, width, num_warps=4)
-    return d_gate_up, (codes, scales) if cols else y
+    d_gate_up, (tile, width) = torch.empty_like(gate_up), (BLOCK, 32) if quantize else (16, BLOCK)
+    y, codes, scales = (None, *transposed_outputs(dy)) if quantize else (torch.empty_like(dy), None, None)
+    quads, scales_line = (row_scales.stride(0) // 4, scales.stride(0)) if quantize else (0, 0)
+    launch(swiglu_backward_kernel, cdiv(M, tile) * cdiv(K, width), dy, gate_up, d_gate_up, y, row_scales,
+           codes, scales, M, quads, scales_line, K, tile, width, num_warps=4)
+    return d_gate_up, (codes, scales) if quantize else y
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1305,21 +1305,23 @@ def add_product(out, a, b):
 
 
 # One autograd function for each way that a layer gets its input. It saves BF16 tensors that exist anyway, and
-# no codes: the column-wise operand is made from those, and the forward pass is the sampler's own.
+# no codes: WGrad's operand is made from those, with the help of the row-wise scales, and the forward pass is
+# the sampler's own.
 
 
 class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, bias, fp8):
-        ctx.save_for_backward(x)
+        operand = quantize_rows(x) if fp8 else x
+        ctx.save_for_backward(x, operand[1] if fp8 else None)
         ctx.args = w, bias, fp8
-        return forward_product(quantize_rows(x) if fp8 else x, w, bias, fp8, x.dtype)
+        return forward_product(operand, w, bias, fp8, x.dtype)
 
     @staticmethod
     def backward(ctx, dy):
-        (x,), (w, bias, fp8) = ctx.saved_tensors, ctx.args
+        (x, row_scales), (w, bias, fp8) = ctx.saved_tensors, ctx.args
         dx, dy = backward_input(dy, w, bias, fp8)
-        backward_weight(dy, quantize_cols(x) if fp8 else x, w, fp8)
+        backward_weight(dy, quantize_blocks_t(x, row_scales) if fp8 else x, w, fp8)
         return dx, None, None, None
 
 
@@ -1329,7 +1331,7 @@ class NormLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, delta, norm_w, eps, w, bias, fp8):
         h_new, rstd, y = norm_forward(h, delta, norm_w, eps, quantize=fp8)
-        ctx.save_for_backward(h_new, rstd)
+        ctx.save_for_backward(h_new, rstd, y[1] if fp8 else None)
         ctx.args = norm_w, eps, w, bias, fp8, delta is not None
         if w is not None:
             y = forward_product(y, w, bias, fp8, h.dtype)
@@ -1337,11 +1339,11 @@ class NormLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dh, dy):
-        h, rstd = ctx.saved_tensors
+        h, rstd, row_scales = ctx.saved_tensors
         norm_w, eps, w, bias, fp8, has_delta = ctx.args
         if w is not None:
             dy, operand = backward_input(dy, w, bias, fp8)
-            backward_weight(operand, norm_operand(h, rstd, norm_w, eps, cols=fp8), w, fp8)
+            backward_weight(operand, norm_operand(h, rstd, norm_w, eps, row_scales), w, fp8)
         dh = norm_backward(dy, dh, h, rstd, norm_w)
         return dh, dh if has_delta else None, None, None, None, None, None
 
@@ -1349,16 +1351,17 @@ class NormLinearFunction(torch.autograd.Function):
 class SwigluLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up, w, fp8):
-        ctx.save_for_backward(gate_up)
+        operand = swiglu_forward(gate_up, quantize=fp8)
+        ctx.save_for_backward(gate_up, operand[1] if fp8 else None)
         ctx.args = w, fp8
-        return forward_product(swiglu_forward(gate_up, quantize=fp8), w, None, fp8, gate_up.dtype)
+        return forward_product(operand, w, None, fp8, gate_up.dtype)
 
     @staticmethod
     def backward(ctx, dy):
-        (gate_up,), (w, fp8) = ctx.saved_tensors, ctx.args
+        (gate_up, row_scales), (w, fp8) = ctx.saved_tensors, ctx.args
         # DGrad first: the kernel that turns it into the gradient of gate_up also writes WGrad's operand.
         dx, dy = backward_input(dy, w, None, fp8)
-        d_gate_up, x = swiglu_backward(dx, gate_up, cols=fp8)
+        d_gate_up, x = swiglu_backward(dx, gate_up, row_scales)
         backward_weight(dy, x, w, fp8)
         return d_gate_up, None, None
 

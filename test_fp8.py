@@ -160,6 +160,10 @@ def test_quantizers_definition(shape):
     assert block_scales[0, 0] == x[:128, :128].abs().max() / 448
     assert relative(fp8.dequantize_blocks(blocks, block_scales), x) < 0.04
     same(fp8.transpose_codes(blocks), blocks.t())
+    turned, turned_scales = fp8.quantize_blocks_t(x, scales)
+    assert turned.shape == (K, Mp) and turned_scales.shape == (-(-K // 128), Mp // 128)
+    assert (bits(turned[:, M:]) == 0).all(), "padding tokens must be exact zeros"
+    same(turned_scales, block_scales.t()), same(turned[:, :M], blocks.t())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -168,6 +172,7 @@ def test_bad_values_reach_the_scale(bad):
     x[129, 299] = bad
     assert not fp8.quantize_rows(x)[1][2, 129].isfinite() and not fp8.quantize_cols(x)[1][1, 299].isfinite()
     assert not fp8.quantize_blocks(x)[1][1, 2].isfinite()
+    assert not fp8.quantize_blocks_t(x, fp8.quantize_rows(x)[1])[1][2, 1].isfinite()
     assert not fp8.linear(x, weight(64, 300, keep="codes"))[129].isfinite().any()
 
 
@@ -442,15 +447,18 @@ def test_kernel_products_fuzz():
         product(dy, turned, None, tiles[:1] + hopper, values(*dy), w64.t(), "dX, " + what)
 
         dyt = cut(fp8.quantize_cols(wild(N + skip_n, M + skip_x, 1).t()), skip_n, skip_x // 128 * 128)
-        xt = cut(fp8.quantize_cols(wild(K + skip_k, M + skip_x, 1).t()), skip_k, skip_x // 128 * 128)
+        xt = wild(K + skip_k, M + skip_x, 1).t()
+        codes, scales = fp8.quantize_blocks_t(xt, fp8.quantize_rows(xt)[1])
+        xt = codes[skip_k:, skip_x // 128 * 128:], scales[skip_k // 128:, skip_x // 128:]
         start = torch.randn(N, K, device=DEVICE)
         mine = start.clone()
         fp8.wgrad(*dyt, *xt, mine)
-        for tile in [(8, 3), *hopper]:
+        for tile in [(128, 128, False, 8, 3), *hopper]:
             other = start.clone()
             fp8.wgrad(*dyt, *xt, other, tile=tile)
             same(mine, other, f"dW, {what}, tile {tile}")
-        close_to_fp64(mine, values(*dyt), values(*xt), start.double(), "dW, " + what)
+        xt64 = fp8.dequantize_blocks(*xt).double()
+        close_to_fp64(mine, values(*dyt), xt64, start.double(), "dW, " + what)
 
 
 @needs_kernels
@@ -464,16 +472,17 @@ def test_kernel_fused_quantizers(M, C):
         h_new, rstd, codes = fp8.norm_forward(h, delta, w, 1e-6, quantize=True)
         same(h_new, h if delta is None else h + d, "residual sum")
         y = fp8.norm_output_reference(h_new, rstd, w.data)
-        for mine, other in zip((*codes, *fp8.norm_operand(h_new, rstd, w, 1e-6, cols=True)),
-                               (*fp8.quantize_rows(y), *fp8.quantize_cols(y))):
+        for mine, other in zip((*codes, *fp8.norm_operand(h_new, rstd, w, 1e-6, codes[1])),
+                               (*fp8.quantize_rows(y), *fp8.quantize_blocks_t(y, codes[1]))):
             same(mine, other, "norm")
     gate_up = (torch.randn(M, 2 * C) * 4).bfloat16()
     gate_up[0, 0], gate_up[0, 1] = -200.0, 200.0
     device, host = both(gate_up)
     y = fp8.swiglu_forward(device, quantize=False)
-    (grad, product), (again, operand) = (fp8.swiglu_backward(dy, device, cols=cols) for cols in (False, True))
-    for mine, other in zip((*fp8.swiglu_forward(device, quantize=True), *operand, product, again),
-                           (*fp8.quantize_rows(y), *fp8.quantize_cols(y), y, grad)):
+    codes, scales = fp8.swiglu_forward(device, quantize=True)
+    (grad, product), (again, operand) = (fp8.swiglu_backward(dy, device, given) for given in (None, scales))
+    for mine, other in zip((codes, scales, *operand, product, again),
+                           (*fp8.quantize_rows(y), *fp8.quantize_blocks_t(y, scales), y, grad)):
         same(mine, other, "SwiGLU")
     assert relative(y, fp8.swiglu_reference(host)) < 1e-3
     assert relative(grad, fp8.swiglu_backward_reference(dy.cpu(), host)) < 2e-3
@@ -498,8 +507,10 @@ def test_kernel_fuzz_quantizers():
         device, host = (view(t) for t in both(x.to(dtype)))
         rows, cols = fp8.quantize_rows_reference(host), fp8.quantize_cols_reference(host)
         n = rng.randrange(M) + 1
-        pairs = {"rows": (fp8.quantize_rows(device), rows), "columns": (fp8.quantize_cols(device), cols),
-                 "first rows": (fp8.quantize_rows(device[:n]), (rows[0][:n], rows[1][:, :n]))}
+        mine = fp8.quantize_rows(device)
+        pairs = {"rows": (mine, rows),
+                 "first rows": (fp8.quantize_rows(device[:n]), (rows[0][:n], rows[1][:, :n])),
+                 "turned": (fp8.quantize_blocks_t(device, mine[1]), fp8.quantize_blocks_t_reference(host))}
         pairs["both, rows"], pairs["both, columns"] = zip(fp8.quantize_rows_cols(device), (rows, cols))
         if M >= 140 or fp8.INTERPRET:  # one shape to compile
             pairs["blocks"] = fp8.quantize_blocks(device[:140]), fp8.quantize_blocks_reference(host[:140])
@@ -850,8 +861,8 @@ class StubDriver:
         return GPUTarget("cuda", 90, 32)
 
 
-MATRIX_UNITS = {"fprop_kernel": "QGMMA", "wgrad_kernel": "QGMMA", "product_kernel": "QGMMA",
-                "decode_kernel": "QGMMA", "attention_kernel": "HGMMA", "attention_dkv_kernel": "HGMMA",
+MATRIX_UNITS = {"plain_kernel": "QGMMA", "product_kernel": "QGMMA", "decode_kernel": "QGMMA",
+                "attention_kernel": "HGMMA", "attention_dkv_kernel": "HGMMA",
                 "attention_dq_kernel": "HGMMA", "head_kernel": "HGMMA", "dlogits_kernel": "HGMMA"}
 
 
@@ -910,8 +921,8 @@ def build_fp8():
         if h.requires_grad:
             (y + h_new).backward(torch.zeros_like(h))
     h, gate_up = h.detach(), torch.zeros(1, 2 * C, dtype=BF16)
-    fp8.quantize_cols(h), fp8.quantize_blocks(h)
-    fp8.swiglu_forward(gate_up, False), fp8.swiglu_backward(h, gate_up, False)
+    fp8.quantize_blocks(h)
+    fp8.swiglu_forward(gate_up, False), fp8.swiglu_backward(h, gate_up, None)
     for keep, states in (("codes", FP32), ("data", FP32), ("both", FP32), ("codes", BF16), ("both", BF16)):
         adamw({"w": Weight((192, 300), keep=keep)}, states=states).step(1e-3, 1.0)
     w = fp8.quantize_blocks_reference(torch.zeros(250, 512))
@@ -931,8 +942,10 @@ def build_fp8():
     dy = fp8.quantize_rows_reference(torch.zeros(16, 512))
     fp8.fprop(*dy, fp8.transpose_codes(narrow[0]), narrow[1].t(), tile=fp8.HOPPER)
     for K in (200, 256):  # columns with and without a ragged end
-        xt = fp8.quantize_cols_reference(torch.zeros(300, K))
-        fp8.wgrad(*xt, *xt, torch.zeros(K, K), tile=fp8.HOPPER)
+        x = torch.zeros(300, K)
+        operands = *fp8.quantize_cols_reference(x), *fp8.quantize_blocks_t_reference(x)
+        for tile in (fp8.HOPPER, fp8.SQUARE):
+            fp8.wgrad(*operands, torch.zeros(K, K), tile=tile)
 
 
 def build_model():
@@ -3271,15 +3284,15 @@ def test_mismatch_section(tmp_path, monkeypatch, capsys):
 def test_relaunched_kernels(monkeypatch):
     """A kernel gets other options, and keeps what else its launch asks for; the other kernels keep theirs."""
     seen = []
-    for name in ("norm_kernel", "wgrad_kernel"):
+    for name in ("norm_kernel", "plain_kernel"):
         record = lambda *args, name=name, **options: seen.append((name, args, tuple(options.values())))
         monkeypatch.setattr(fp8, name, {(5,): record})
     for changes in [], [bench.relaunched(fp8, "norm_kernel", enable_fp_fusion=True, num_warps=4)]:
         with bench.changed(*changes):
             fp8.launch(fp8.norm_kernel, 5, "x", num_warps=1)
-            fp8.launch(fp8.wgrad_kernel, 5, "y", num_warps=1)
-    wgrad = ("wgrad_kernel", ("y",), (False, 1))
-    assert seen == [("norm_kernel", ("x",), (False, 1)), wgrad, ("norm_kernel", ("x",), (True, 4)), wgrad]
+            fp8.launch(fp8.plain_kernel, 5, "y", num_warps=1)
+    plain = ("plain_kernel", ("y",), (False, 1))
+    assert seen == [("norm_kernel", ("x",), (False, 1)), plain, ("norm_kernel", ("x",), (True, 4)), plain]
 
 
 def test_moves_section(tmp_path, monkeypatch, paid):
