@@ -1003,6 +1003,19 @@ def test_every_kernel_builds_for_hopper(background, module):
     assert set(re.findall(r"BUILT (\w+)", built)) == names
 
 
+@pytest.mark.parametrize("changes,capability,words", [
+    ({}, (8, 6), ("compute capability 8.9", "8.6", "--precision=bf16 --kv=bf16")),
+    ({"head_dim": 48}, (9, 0), ("head_dim 48", "16, 32, 64, 128", "--device=cpu")),
+    ({"num_attention_heads": 34}, (9, 0), ("34 query heads over 2 key heads", "16")),
+    ({"hidden_size": 60}, (9, 0), ("hidden_size 60", "multiples of 8"))])
+def test_gpu_refuses_before_weights_are_loaded(monkeypatch, changes, capability, words):
+    for name, value in ("is_available", True), ("get_device_capability", capability), ("get_device_name", "X"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        model.check_device(torch.device("cuda"), "fp8", tiny_config(**changes), "bf16", BF16)
+    assert all(word in str(error.value) for word in words)
+
+
 # ============================================================================================================
 # 3  Exactness: a log-probability's bits depend on its sequence, and on nothing else
 # ============================================================================================================
