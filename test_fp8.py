@@ -216,6 +216,20 @@ def test_gradients_against_fp64(M):
     assert relative(b.grad, dy64.sum(0)) < 1e-5
 
 
+def test_one_rounding_in_blocks_is_closer_than_two_in_groups():
+    """WGrad's X^T in 128x128 blocks of BF16 values, against groups of 128 tokens: of the same values, and, as
+    in Jet-RL, of what a row-wise quantization has left of them. Features differ in size by 100."""
+    dy = torch.randn(1024, 256).bfloat16()
+    x = (torch.randn(1024, 256) * 10 ** (2 * torch.rand(256))).bfloat16()
+    left = dequantize_rows(*fp8.quantize_cols(dy)).double()
+    codes, scales = fp8.quantize_rows(x)
+    error = lambda xt: relative(left @ xt.double().t(), dy.double().t() @ x.double())
+    blocks = error(fp8.dequantize_blocks(*fp8.quantize_blocks_t(x, scales)))
+    once = error(dequantize_rows(*fp8.quantize_cols(x)))
+    twice = error(dequantize_rows(*fp8.quantize_cols(dequantize_rows(codes, scales))))
+    assert blocks < 1.05 * once and 1.1 * blocks < twice
+
+
 @pytest.mark.parametrize("use_fp8", [True] + by_mode([False], [], [False]))
 def test_kernel_fused_layers_against_autograd(use_fp8):
     """norm_linear, swiglu_linear and norm against autograd on the formula in FP64; the same bits twice."""
