@@ -1023,7 +1023,8 @@ def test_every_kernel_builds_for_hopper(background, module):
     ({"num_attention_heads": 34}, (9, 0), ("34 query heads over 2 key heads", "16")),
     ({"hidden_size": 60}, (9, 0), ("hidden_size 60", "multiples of 8"))])
 def test_gpu_refuses_before_weights_are_loaded(monkeypatch, changes, capability, words):
-    for name, value in ("is_available", True), ("get_device_capability", capability), ("get_device_name", "X"):
+    found = {"is_available": True, "get_device_capability": capability, "get_device_name": "X"}
+    for name, value in found.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     with pytest.raises((ValueError, RuntimeError)) as error:
         model.check_device(torch.device("cuda"), "fp8", tiny_config(**changes), "bf16", BF16)
