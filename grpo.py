@@ -48,7 +48,7 @@ def outside_think(completion):
     closed, tag, rest = completion.rpartition("</think>")
     if "<think>" in rest:
         return ""
-    # Every opening tag of the first part has a closing one behind it: each match ends where its search does.
+    # Linear time: every opening tag in `closed + tag` has a closing one behind it, so no search runs in vain.
     return THINK.sub("\n", closed + tag).rpartition("</think>")[2] + rest
 
 
@@ -339,7 +339,7 @@ def _parse_row(line):
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON in UTF-8 ({error})") from None
+        raise ValueError(f"not JSON in UTF-8 that Python reads ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f'expected an object with "question" and "answer", found {type(row).__name__}')
     for field in ("question", "answer"):
