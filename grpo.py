@@ -201,7 +201,8 @@ def math_reward(completion, gold):
 
 # ---- tasks -----------------------------------------------------------------------------------------------
 # A task has .train(index) -> Example for any index >= 0, a function of seed and index alone (so that a run
-# resumes from a counter), and .heldout, a list of Examples whose prompts never occur in training.
+# resumes from a counter), and .heldout, a list of Examples whose prompts never occur in training. train.py
+# makes it as TASKS[name](seed=.., heldout=how many), with difficulty or files before these where it has them.
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """
 Sampling: n completions for each of many prompts, at the speed of an engine, in one file.
 
-The paged KV cache, continuous batching and CUDA graphs, around the model's own decode step and draw of a token
-(model.py). Nothing here knows about rewards or gradients.
+The paged KV cache, continuous batching and CUDA graphs, around the decode pass and the draw of a token, which
+are model.py's. Nothing here knows about rewards or gradients.
 
     python rollout.py --model=FOLDER --prompt="What is 17 * 23?"
 
@@ -75,7 +75,7 @@ class Rollout:
         return self.n_tokens / max(self.seconds, 1e-9)
 
 
-def runs(items, size, budget):
+def in_batches(items, size, budget):
     """Splits items, in order, into lists of up to `budget` by the sum of their sizes, or of one item."""
     batch, used = [], 0
     for item in items:
@@ -429,7 +429,7 @@ class Sampler:
     def _prefill(self, prefills):
         """Runs the trainer's pass over (tokens, pages) pairs, up to PREFILL_TOKENS tokens at a time."""
         prefills = [pair for pair in prefills if pair[0]]      # a prompt of one token has nothing to prefill
-        for batch in runs(prefills, lambda pair: len(pair[0]), PREFILL_TOKENS):
+        for batch in in_batches(prefills, lambda pair: len(pair[0]), PREFILL_TOKENS):
             slots = [(np.array(pages)[:, None] * PAGE + np.arange(PAGE)).flat[:len(tokens)]
                      for tokens, pages in batch]
             lengths = [len(tokens) for tokens, _ in batch]

@@ -11,8 +11,8 @@ rollout (rollout.py), reward and advantage (grpo.py), update (model.py and fp8.p
 what multiplies in FP8; in `fp8`, the default, the log-probs of sampler and trainer are compared bit by bit on
 every token of each step's first update, and a difference stops the run.
 
-Read it top down: the flags, the loop, what a run holds and does; then what serves them: printed lines, estimates
-of memory, several GPUs, files.
+Read it top down: the flags, the loop, what a run holds and does; then what serves them: printed lines,
+estimates of memory, several GPUs, files.
 """
 
 import argparse
@@ -47,7 +47,7 @@ import fp8
 import grpo
 import model as model_file
 from model import KV_TYPES, PRECISIONS, Tokenizer, Transformer, to_device, token_logprobs
-from rollout import MAX_SLOTS, Parser, Rollout, Sampler, check_request, explain, refuse, runs
+from rollout import MAX_SLOTS, Parser, Rollout, Sampler, check_request, explain, in_batches, refuse
 
 # ---- configuration -------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ def fed(sequence):
 
 def micro_batches(sequences, budget):
     """Pairs, in order, in lists of up to `budget` fed tokens (or of one pair)."""
-    return runs(sequences, fed, budget)
+    return in_batches(sequences, fed, budget)
 
 
 def score(model, sequences, inv_temp):
@@ -536,8 +536,9 @@ class Run:
 
     def update_batches(self, prompts, rollout, advantages):
         """A rollout as `updates` batches of whole groups: dicts of this rank's sequences, their places in the
-        rollout ("index") and tensors (N,), a value for each completion token. Counted over all ranks: "tokens"
-        of the completions, "fed" to a pass."""
+        rollout ("index") and tensors (N,), a value for each token of their completions. "tokens" and "fed"
+        count the completion tokens and the tokens fed of all ranks.
+        """
         cfg, n, batches = self.cfg, self.cfg.samples, []
         pairs = [(prompts[i // n], tokens) for i, tokens in enumerate(rollout.tokens)]
         equal = [not group.any() for group in advantages.view(-1, n)]
@@ -553,8 +554,8 @@ class Run:
             batch = {"index": index, "sequences": sequences, "tokens": tokens, "fed": sum(sizes),
                      "sampler": sampler, "old": None, "share": None, "ref": None,
                      "advantages": advantages[index].repeat_interleave(lengths).to(self.device)}
-            # The denominator of the ratio. In `fp8` the sampler's log-probs are the trainer's. Elsewhere a pass
-            # computes them, unless the first update is the only one: its own log-probs are the old ones (None).
+            # The denominator of the ratio. In `fp8` the sampler's log-probs are the trainer's. Elsewhere a
+            # pass computes them, unless one update is all: then its own log-probs are the old ones (None).
             if cfg.precision == "fp8":
                 batch["old"] = sampler
             elif cfg.updates > 1:
