@@ -17,8 +17,8 @@ Where this departs from textbook GRPO (DeepSeekMath, arXiv 2402.03300):
 5. In `fp8` the old log-probs are the sampler's own: bit-equal to the trainer's, so no pass recomputes them.
    Elsewhere they are the trainer's; the sampler's gap is left alone or weighted down (`truncated_weights`).
 6. The reward is 1 for a right final answer and 0 otherwise: format, length or effort earn nothing.
-7. A truncated completion takes part. Whoever drops it leaves it out of the batch and of `total_tokens`; so
-   does who drops groups of equal rewards, which have no gradient, but weigh on the mean (DAPO, 2503.14476).
+7. A truncated completion takes part. Whoever drops it leaves it out of the batch and of `total_tokens`. So
+   does dropping groups of equal rewards, which have no gradient but weigh on the mean (DAPO, 2503.14476).
 
 Shapes: N completions, the samples of a prompt side by side; T sampled tokens (EOS included), end to end.
 """

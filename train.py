@@ -10,9 +10,6 @@ This file holds what touches the disk or the clock. One step is five phases, and
 rollout (rollout.py), reward and advantage (grpo.py), update (model.py and fp8.py), log. `--precision` chooses
 what multiplies in FP8; in `fp8`, the default, the log-probs of sampler and trainer are compared bit by bit on
 every token of each step's first update, and a difference stops the run.
-
-Read it top down: the flags, the loop, what a run holds and does; then what serves them: printed lines,
-estimates of memory, several GPUs, files.
 """
 
 import argparse
@@ -48,6 +45,9 @@ import grpo
 import model as model_file
 from model import KV_TYPES, PRECISIONS, Tokenizer, Transformer, to_device, token_logprobs
 from rollout import MAX_SLOTS, Parser, Rollout, Sampler, check_request, explain, in_batches, refuse
+
+# Read it top down: the flags, the loop, what a run holds and does; then what serves them: printed lines,
+# estimates of memory, several GPUs, files.
 
 # ---- configuration -------------------------------------------------------------------------------
 
@@ -397,7 +397,7 @@ class Run:
         # What depends on the clock is rank 0's: the default name of the folder, the date in chat templates.
         cfg.out, now = self.ranks.gather([cfg.out, self.tokenizer.now.isoformat()])[0]
         self.out, self.tokenizer.now = Path(cfg.out), datetime.datetime.fromisoformat(now)
-        self.longest = self.leave_out_long_problems(config) + cfg.max_new_tokens - 1    # fed tokens
+        self.longest = self.leave_out_long_problems(config) + cfg.max_new_tokens - 1    # to feed
         self.estimate_memory(config)
         if cfg.model:
             model_file.read_tensors(folder, config)    # checks the files: before memory is taken
@@ -474,7 +474,8 @@ class Run:
         cfg = self.cfg
         self.parts = memory(config, cfg, max(cfg.micro_tokens, self.longest))
         self.update_needs = transient(self.parts)
-        self.checkpoint_bytes = (3 * STATES[cfg.states].itemsize + 2) * self.parts["gradients"] // 4
+        weights = self.parts["gradients"] // 4            # those are FP32
+        self.checkpoint_bytes = (3 * STATES[cfg.states].itemsize + 2) * weights
         if self.device.type == "cuda":
             room, least = torch.cuda.mem_get_info(self.device)[1], memory(config, cfg, self.longest)
             refuse(sum(least.values()) > room, f"this takes {by_part(least)}, the GPU has {gib(room)}: "
@@ -949,6 +950,7 @@ class Ranks:
         return values
 
     def call(self, collective, *args):
+        """A function of torch.distributed, in all ranks at once."""
         if self.count > 1:
             try:
                 collective(*args)
