@@ -210,7 +210,7 @@ class Example:
     prompt: str  # plain text; a user message where the checkpoint has a chat template
     gold: str
     solution: str | None  # worked text for the supervised phase, of reward 1; None where the data has none
-    check: Callable[[str, str], float] = math_reward
+    check: Callable[[str, str], float] = math_reward  # (completion, gold) -> reward
 
     def reward(self, completion):
         return self.check(completion, self.gold)

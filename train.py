@@ -317,7 +317,7 @@ def record(run, rollout, rewards, batches, metrics, gap, norm, clock):
 
 
 def watch(run, r):
-    """Say what a person should know who looks at the log later."""
+    """Warn of steps without a gradient and of skipped ones. Five skipped in a row end the run."""
     silent = run.cfg.drop_truncated and r["truncated"] == 1 or not run.cfg.kl and r["equal_groups"] == 1
     run.silent = run.silent + 1 if silent else 0
     if run.silent in (3, 30, 300):
@@ -331,7 +331,7 @@ def watch(run, r):
 
 
 def on_interrupt():
-    """From now on the first Ctrl-C fills the list: the step is finished and saved; the second stops.
+    """-> a list that the first Ctrl-C fills: the step is finished and saved. The second one stops at once.
 
     torchrun passes Ctrl-C on to all ranks, but kills them after 30 s (more: TORCH_ELASTIC_SHUTDOWN_TIMEOUT).
     """
