@@ -17,8 +17,8 @@ Where this departs from textbook GRPO (DeepSeekMath, arXiv 2402.03300):
 5. In `fp8` the old log-probs are the sampler's own: bit-equal to the trainer's, so no pass recomputes them.
    Elsewhere they are the trainer's; the sampler's gap is left alone or weighted down (`truncated_weights`).
 6. The reward is 1 for a right final answer and 0 otherwise: format, length or effort earn nothing.
-7. A truncated completion takes part. Whoever drops it leaves it out of the batch and of `total_tokens`; so
-   does who drops groups of equal rewards, which have no gradient, but weigh on the mean (DAPO, 2503.14476).
+7. A truncated completion takes part. Whoever drops it leaves it out of the batch and of `total_tokens`. So
+   does dropping groups of equal rewards, which have no gradient but weigh on the mean (DAPO, 2503.14476).
 
 Shapes: N completions, the samples of a prompt side by side; T sampled tokens (EOS included), end to end.
 """
@@ -48,7 +48,7 @@ def outside_think(completion):
     closed, tag, rest = completion.rpartition("</think>")
     if "<think>" in rest:
         return ""
-    # Every opening tag of the first part has a closing one behind it: each match ends where its search does.
+    # Linear time: every opening tag in `closed + tag` has a closing one behind it, so no search runs in vain.
     return THINK.sub("\n", closed + tag).rpartition("</think>")[2] + rest
 
 
@@ -201,7 +201,8 @@ def math_reward(completion, gold):
 
 # ---- tasks -----------------------------------------------------------------------------------------------
 # A task has .train(index) -> Example for any index >= 0, a function of seed and index alone (so that a run
-# resumes from a counter), and .heldout, a list of Examples whose prompts never occur in training.
+# resumes from a counter), and .heldout, a list of Examples whose prompts never occur in training. train.py
+# makes it as TASKS[name](seed=.., heldout=how many), with difficulty or files before these where it has them.
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class Example:
     prompt: str  # plain text; a user message where the checkpoint has a chat template
     gold: str
     solution: str | None  # worked text for the supervised phase, of reward 1; None where the data has none
-    check: Callable[[str, str], float] = math_reward
+    check: Callable[[str, str], float] = math_reward  # (completion, gold) -> reward
 
     def reward(self, completion):
         return self.check(completion, self.gold)
@@ -339,7 +340,7 @@ def _parse_row(line):
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON in UTF-8 ({error})") from None
+        raise ValueError(f"not JSON in UTF-8 that Python reads ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f'expected an object with "question" and "answer", found {type(row).__name__}')
     for field in ("question", "answer"):

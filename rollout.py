@@ -1,8 +1,8 @@
 """
 Sampling: n completions for each of many prompts, at the speed of an engine, in one file.
 
-Everything random of this repository happens here: the paged KV cache, continuous batching, CUDA graphs and
-the draw of the tokens. Nothing here knows about rewards or gradients.
+The paged KV cache, continuous batching and CUDA graphs, around the decode pass and the draw of a token, which
+are model.py's. Nothing here knows about rewards or gradients.
 
     python rollout.py --model=FOLDER --prompt="What is 17 * 23?"
 
@@ -75,7 +75,7 @@ class Rollout:
         return self.n_tokens / max(self.seconds, 1e-9)
 
 
-def runs(items, size, budget):
+def in_batches(items, size, budget):
     """Splits items, in order, into lists of up to `budget` by the sum of their sizes, or of one item."""
     batch, used = [], 0
     for item in items:
@@ -324,7 +324,9 @@ class Sampler:
         out = self.host_out.numpy()[:steps, :, :n]
         tokens, logprobs = out[:, 0], out[:, 1].view(np.float32)       # (steps, n)
         # NaN would pass through the loss and the next update in silence: stop at the look that sees it first.
-        for step, row in np.argwhere((tokens >= 0) & ~np.isfinite(logprobs)):
+        bad = np.argwhere((tokens >= 0) & ~np.isfinite(logprobs))
+        if len(bad):
+            step, row = bad[0]
             seq = self.active[row]
             raise FloatingPointError(
                 f"completion {seq.index}: the log-prob of generated token {seq.count + step} is "
@@ -427,7 +429,7 @@ class Sampler:
     def _prefill(self, prefills):
         """Runs the trainer's pass over (tokens, pages) pairs, up to PREFILL_TOKENS tokens at a time."""
         prefills = [pair for pair in prefills if pair[0]]      # a prompt of one token has nothing to prefill
-        for batch in runs(prefills, lambda pair: len(pair[0]), PREFILL_TOKENS):
+        for batch in in_batches(prefills, lambda pair: len(pair[0]), PREFILL_TOKENS):
             slots = [(np.array(pages)[:, None] * PAGE + np.arange(PAGE)).flat[:len(tokens)]
                      for tokens, pages in batch]
             lengths = [len(tokens) for tokens, _ in batch]
@@ -583,7 +585,7 @@ def refuse(wrong, message):
 def check_request(config, prompts, n, max_new_tokens, temperature, seed, stop, keys):
     """Refuses what cannot be served, with the numbers. -> prompts (lists), limits, stop ids, keys."""
     V, most, total = config.vocab_size, config.max_position_embeddings, len(prompts) * n
-    refuse(n < 1, f"n is {n}: a prompt needs at least 1 completion")
+    refuse(not 1 <= n <= 2**16, f"n is {n}: a prompt takes 1 to {2**16} completions")
     refuse(len(prompts) == 0, "there are no prompts")
     limits = [max_new_tokens] * total if isinstance(max_new_tokens, int) else list(max_new_tokens)
     keys = list(range(total) if keys is None else keys)

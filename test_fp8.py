@@ -2295,7 +2295,7 @@ def test_requests_of_any_size_one_after_the_other(tiny):
     (dict(temperature=-1.0), "temperature is -1"), (dict(temperature=math.nan), "temperature is nan"),
     (dict(temperature=math.inf), "temperature is inf"), (dict(temperature=1e-7), "1e-07.*0 is greedy"),
     (dict(stop=[131]), "outside 0..130"), (dict(keys=[1]), "keys has 1 entries for 2"),
-    (dict(keys=[1, 2**63]), "64 bits"),
+    (dict(keys=[1, 2**63]), "64 bits"), (dict(n=10**9), "n is 1000000000"),
 ])
 def test_bad_requests_are_refused(tiny, change, words):
     request = {**dict(prompts=[[1, 2], [3]], n=1, max_new_tokens=4), **change}
