@@ -493,9 +493,9 @@ class Run:
                 self.tokenizer.eos_ids, keys=keys[first * n:end * n])
         if count == 1:
             return ours
-        ours = ours.tokens, [logp.numpy() for logp in ours.logprobs], ours.finish      # numpy pickles faster
+        ours = ours.tokens, [logp.tolist() for logp in ours.logprobs], ours.finish
         tokens, logprobs, finish = (sum(parts, []) for parts in zip(*self.ranks.gather(ours)))
-        return Rollout(tokens, [torch.from_numpy(logp) for logp in logprobs], finish)
+        return Rollout(tokens, [torch.tensor(logp) for logp in logprobs], finish)      # JSON keeps every bit
 
     def rollout(self, prompts):
         """A group for each prompt. A completion's noise is keyed by its running number in the whole run.
@@ -844,9 +844,10 @@ def memory(c, cfg, tokens):
     weights = matrices * {"bf16": 2, "fp8-rollout": 3, "fp8": 1}[cfg.precision] + tables * 2
     # A BF16 master of weights that are read in BF16 is the weight itself.
     shared = 0 if cfg.states == "fp32" else 2 * (tables + matrices * (cfg.precision != "fp8"))
-    # In BF16, a token: both residual sums; qkv before and after RoPE; attention's output; gate and up. Of a
-    # layer that is run again only its input stays, as two summands.
-    layer = 2 * (2 * C + 2 * qkv + o + 2 * F)
+    # In BF16, a token: both residual sums; qkv before and after RoPE; attention's output; gate and up. In FP8
+    # a scale for 128 values of what is multiplied, too. Of a layer that is run again only its input stays, as
+    # two summands.
+    layer = 2 * (2 * C + 2 * qkv + o + 2 * F) + (2 * C + o + F) // 32 * (cfg.precision == "fp8")
     kept = 4 * C if cfg.recompute else layer
     # The larger of what the head needs, a chunk's gradient of the logits among it, and what the backward pass
     # of a layer holds beside what was kept: gradients, codes in both directions.
@@ -940,24 +941,28 @@ class Ranks:
 
     def sum_(self, tensor):
         """Add up a tensor over all ranks, in place. On a GPU the host does not wait."""
-        self.call(dist.all_reduce, tensor)
-        return tensor
-
-    def gather(self, value):
-        """Every rank's value, by rank. Waits until all are here."""
-        values = [value] * self.count
-        self.call(dist.all_gather_object, values, value)
-        return values
-
-    def call(self, collective, *args):
-        """A function of torch.distributed, in all ranks at once."""
         if self.count > 1:
             try:
-                collective(*args)
+                dist.all_reduce(tensor)
             except RuntimeError:
                 if self.device.type == "cpu":
                     time.sleep(10)   # gloo: another rank is gone. It has said why; torchrun ends this one now
                 raise
+        return tensor
+
+    def gather(self, value):
+        """Every rank's value, whatever JSON can hold, by rank. Waits until all are here. (torch's own way to
+        exchange objects pickles them.)"""
+        if self.count == 1:
+            return [value]
+        text = json.dumps(value).encode()
+        lengths = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = len(text)
+        lengths = self.sum_(lengths).tolist()
+        # Each rank fills a row of its own, so the sum is a table of all texts.
+        table = torch.zeros(self.count, max(lengths), dtype=torch.uint8, device=self.device)
+        table[self.rank, :len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return [json.loads(row[:n].tobytes()) for row, n in zip(self.sum_(table).cpu().numpy(), lengths)]
 
     def deal(self, sizes):
         """Indices of this rank's share of the work: the largest goes first, each to the least loaded rank."""
