@@ -1129,8 +1129,12 @@ def alone(policy):
             for i, (p, m) in enumerate(zip(PROMPTS, LIMITS))]
 
 
-@pytest.mark.parametrize("slots,pages", [(1, None), (3, None), (8, None), (8, 8), (3, 5)])
-def test_same_bits_whatever_slots_order_pages(policy, alone, slots, pages):
+@pytest.mark.parametrize("slots, pages, steps, prefill", [
+    (1, None, 1, 100), (3, None, 50, 16384), (8, 8, 4, 1), (3, 5, 16, 16384)])
+def test_same_bits_whatever_the_schedule(policy, alone, slots, pages, steps, prefill, monkeypatch):
+    """Slots, order, pages, decode steps from one look to the next, tokens that are prefilled together."""
+    monkeypatch.setattr(rollout, "STEPS_PER_LOOK", {DEVICE: steps})
+    monkeypatch.setattr(rollout, "PREFILL_TOKENS", prefill)
     order = list(range(len(PROMPTS)))
     random.Random(slots).shuffle(order)
     sampler = Sampler(policy, max_slots=slots, pages=pages)
@@ -2088,14 +2092,14 @@ def test_kernel_advance():
 def test_group_shares_its_prompt(policy):
     prompt = some_prompts([140])[0]
     sampler = Sampler(policy, max_slots=4)
-    result = sampler.generate([prompt] * 2, 4, 12, seed=2, stop=[])
+    result = sampler.generate([prompt] * 2, 2, 12, seed=2, stop=[])
     assert result.prefill_tokens == 2 * 139  # once per group, not per sample
-    assert len({tuple(t) for t in result.tokens}) == 8  # the samples differ
-    alone = [Sampler(policy).generate([prompt], 1, 12, seed=2, stop=[], keys=[k]) for k in range(8)]
+    assert len({tuple(t) for t in result.tokens}) == 4  # the samples differ
+    alone = [Sampler(policy).generate([prompt], 1, 12, seed=2, stop=[], keys=[k]) for k in range(4)]
     single = [drawn(result)[0] for result in alone]
     assert drawn(result) == single
     assert drawn(Sampler(policy).generate([prompt], 1, 12, seed=3, stop=[]))[0] != single[0]
-    narrow = Sampler(policy, max_slots=1).generate([prompt] * 2, 4, 12, seed=2, stop=[])
+    narrow = Sampler(policy, max_slots=1).generate([prompt] * 2, 2, 12, seed=2, stop=[])
     assert drawn(narrow) == single and narrow.prefill_tokens == 2 * 139
 
 
@@ -2127,19 +2131,18 @@ def test_greedy_and_tiny_temperature(tiny):
     assert torch.allclose(greedy.logprobs[1], logprobs.amax(-1), atol=1e-5)  # at temperature 1
 
 
-@pytest.mark.parametrize("growth", [0, 2])
-def test_soak_in_a_pool_that_is_too_small(tiny, monkeypatch, growth):
+def test_soak_in_a_pool_that_is_too_small(tiny, monkeypatch):
     """On a GPU 2,000 requests, through graphs of all sizes: nothing lost or repeated, no page kept."""
-    monkeypatch.setattr(rollout, "GROWTH_PAGES", growth)
+    monkeypatch.setattr(rollout, "GROWTH_PAGES", 0)  # admits too many: they are sent back again and again
     policy, draw = make_policy("fp8") if CUDA else tiny, random.Random(3)
-    count, n, slots, pages, most = by_mode((20, 3, 16, 7, 70), None, (500, 4, 300, 100, 300))
+    count, n, slots, pages, most = by_mode((10, 3, 12, 7, 70), None, (500, 4, 300, 100, 300))
     prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100, 200]) for _ in range(count)], seed=3)
     limits = [min(most, 1 + int(40 * math.exp(draw.gauss(0, 1.2)))) for _ in range(count * n)]
     small = Sampler(policy, max_slots=slots, pages=pages)
     result = small.generate(prompts, n, limits, seed=8, stop=[])
     assert [len(tokens) for tokens in result.tokens] == limits and result.n_tokens == sum(limits)
     assert small.pool.free == small.pool.capacity and not any(small.pool.references)
-    assert growth or result.preemptions > 3
+    assert result.preemptions > 3
     assert drawn(result) == drawn(Sampler(policy).generate(prompts, n, limits, seed=8, stop=[]))
 
 
@@ -2201,20 +2204,10 @@ def test_smallest_pool_that_is_accepted(tiny):
     for length, limit in [(1, 64), (64, 1), (64, 65), (65, 3)]:
         prompt = some_prompts([length])[0]
         pages = rollout.pages_for(length + limit - 1) + 2
-        result = Sampler(tiny, max_slots=4, pages=pages).generate([prompt] * 2, 3, limit, seed=1, stop=[])
-        assert [len(t) for t in result.tokens] == [limit] * 6
-        assert drawn(result) == drawn(Sampler(tiny).generate([prompt] * 2, 3, limit, seed=1, stop=[]))
+        result = Sampler(tiny, max_slots=4, pages=pages).generate([prompt] * 2, 2, limit, seed=1, stop=[])
+        assert [len(t) for t in result.tokens] == [limit] * 4
         with pytest.raises(ValueError, match="pages"):
             Sampler(tiny, pages=pages - 1).generate([prompt], 1, limit)
-
-
-@pytest.mark.parametrize("name, value", [
-    ("STEPS_PER_LOOK", {"cpu": 1}), ("STEPS_PER_LOOK", {"cpu": 50}),
-    ("PREFILL_TOKENS", 1), ("PREFILL_TOKENS", 100)])
-def test_schedule_does_not_matter(tiny, monkeypatch, name, value):
-    expected = drawn(Sampler(tiny).generate(PROMPTS, 2, 30, seed=4))
-    monkeypatch.setattr(rollout, name, value)
-    assert drawn(Sampler(tiny, max_slots=3, pages=6).generate(PROMPTS, 2, 30, seed=4)) == expected
 
 
 def test_new_weights_take_effect(policy):
@@ -2239,7 +2232,7 @@ def test_new_weights_take_effect(policy):
 def test_requests_of_any_size_one_after_the_other(tiny):
     """The pool grows for a larger request and stays for a smaller one."""
     sampler = Sampler(tiny)
-    for lengths, n, limit in [([3], 1, 2), ([100] * 9, 3, 50), ([5], 2, 10), ([300], 1, 212), ([2], 1, 3)]:
+    for lengths, n, limit in [([3], 1, 2), ([100] * 9, 2, 5), ([5], 2, 10), ([300], 1, 9), ([2], 1, 3)]:
         prompts = some_prompts(lengths)
         once = Sampler(tiny).generate(prompts, n, limit, seed=1)
         assert drawn(sampler.generate(prompts, n, limit, seed=1)) == drawn(once)
