@@ -30,7 +30,6 @@ import runpy
 import shlex
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -1563,64 +1562,44 @@ def test_tokenizer_refuses(tmp_path, path, value, words):
         Tokenizer.from_pretrained(tmp_path)
 
 
-def mutated_json(value, rng, junk):
-    """A copy of a JSON value with one node replaced or removed."""
-    value = json.loads(json.dumps(value))
-    at = value
-    while True:
-        key = rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))
-        if not isinstance(at[key], (dict, list)) or not at[key] or rng.random() < 0.2:
-            break
-        at = at[key]
-    if rng.random() < 0.3:
-        del at[key]
-    else:
-        at[key] = rng.choice(junk)
-    return value
-
-
-def mutated_bytes(data, rng, end):
-    data = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        data[rng.randrange(end)] = rng.choice([rng.randrange(256), *b'0123456789{}[],":\\\n'])
-    return bytes(data)
-
-
 JUNK = [None, True, False, 0, -1, 2**70, 1.5, math.nan, math.inf, "", "x", "ab", [], [1], ["x"], {}, {"a": 1},
         {"type": "NFC"}, {"rope_type": ["x"]}, {"rope_theta": "x"}, ["a", "b"], "\ud800"]
 
 
+def spoiled(at, rng):
+    """The JSON value with one node in it replaced or removed, mostly a leaf."""
+    key = rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))
+    if at[key] and isinstance(at[key], (dict, list)) and rng.random() > 0.2:
+        spoiled(at[key], rng)
+    elif rng.random() < 0.3:
+        del at[key]
+    else:
+        at[key] = rng.choice(JUNK)
+    return at
+
+
 @cpu_only
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "rows.jsonl"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_files_with_random_faults(tmp_path, name):
     """Refused in a line or two that name the file, or read; never another exception."""
-    config = config_of(tmp_path, num_hidden_layers=1, layer_types=["full_attention"], rope_scaling=LLAMA3,
-                       rope_parameters={"rope_theta": 1e6}, eos_token_id=[3], **dict.fromkeys(model.INERT))
-    save_file(random_weights(config), tmp_path / "model.safetensors")
-    raw = Tokenizer.bytes().files["tokenizer.json"]
+    config_of(tmp_path, num_hidden_layers=1, layer_types=["full_attention"], rope_scaling=LLAMA3,
+              rope_parameters={"rope_theta": 1e6}, eos_token_id=[3], **dict.fromkeys(model.INERT))
+    raw = Tokenizer.bytes().files["tokenizer.json"] | {"normalizer": {"type": "NFC"}}
     raw["model"]["vocab"] |= {"ab": 260, "abc": 261}
-    raw["model"] |= {"merges": [["a", "b"], ["ab", "c"]]}
-    write_json(tmp_path / "tokenizer.json", raw | {"normalizer": {"type": "NFC"}})
-    write(tmp_path / "rows.jsonl", *(row(f"{i} + {i}?", f"sum\n#### {i + i:,}") for i in range(600, 604)))
+    raw["model"]["merges"] = [["a", "b"], ["ab", "c"]]
+    write_json(tmp_path / "tokenizer.json", raw)
     read = {"config.json": lambda: Config.from_folder(tmp_path).inv_freq(),
-            "tokenizer.json": lambda: Tokenizer.from_pretrained(tmp_path).encode("abc é<|user|>"),
-            "model.safetensors": lambda: list(model.read_tensors(tmp_path, config)),
-            "rows.jsonl": lambda: [e.reward("#### " + e.gold) for e in grpo.load_jsonl(path)]}[name]
+            "tokenizer.json": lambda: Tokenizer.from_pretrained(tmp_path).encode("abc é<|user|>")}[name]
     rng, path, refused = random.Random(0), tmp_path / name, 0
-    good = path.read_bytes()
-    end = 8 + struct.unpack("<Q", good[:8])[0] if name == "model.safetensors" else len(good)
-    for _ in range(600):
-        if name.endswith(".json"):
-            write_json(path, mutated_json(json.loads(good), rng, JUNK))
-        else:
-            path.write_bytes(mutated_bytes(good, rng, end))
+    good = path.read_text()
+    for _ in range(300):
+        write_json(path, spoiled(json.loads(good), rng))
         try:
-            result = read()
-            assert name != "rows.jsonl" or all(result), "a gold that no completion can earn"
-        except (ValueError, FileNotFoundError) as error:
+            read()
+        except ValueError as error:
             refused += 1
             assert str(tmp_path) in str(error) and str(error).count("\n") < 2, error
-    assert 100 < refused < 600
+    assert 50 < refused < 300
 
 
 def test_merges_that_tiktoken_cannot_represent():
@@ -2415,7 +2394,7 @@ def test_resume_is_exact(tmp_path, paid, states):
     assert moment.dtype == train.STATES[states] and moment.norm() > 0
 
 
-KILLS = int(os.environ.get("KILLS", 3))
+KILLS = int(os.environ.get("KILLS", 2))
 
 
 @cpu_only
@@ -2542,37 +2521,27 @@ def test_a_wrong_bit_stops_the_run(tmp_path, paid, monkeypatch, capsys):
     assert run(tmp_path / "off", "--exact=off")[0]["differing_tokens"] == 1
 
 
-def spoil(monkeypatch, factors):
-    """policy_loss times `factors`, one a call: what a broken batch does to every gradient."""
-    loss = grpo.policy_loss
+def test_gradients_that_are_not_finite(tmp_path, paid, monkeypatch, capsys):
+    """A step is skipped and counted: weights, moments and Adam's own step count stay as they were. Five in a
+    row stop the run, and weights that are not finite are not saved."""
+    factors, loss = itertools.chain([1, math.nan, 1e30, 1], itertools.repeat(math.inf)), grpo.policy_loss
 
-    def broken(*args, **options):
+    def broken(*args, **options):                             # what a broken batch does to every gradient
         value, sums = loss(*args, **options)
-        return value * next(factors), sums
+        return value * next(factors), sums                    # 1e30: a norm that overflows
     monkeypatch.setattr(grpo, "policy_loss", broken)
-
-
-def test_gradient_that_is_not_finite_is_skipped(tmp_path, paid, monkeypatch, capsys):
-    """And counted: weights, moments and Adam's own step count stay as they were."""
-    spoil(monkeypatch, iter([1, math.nan, 1e30, 1]))              # 1e30: a norm that overflows
-    steps = run(tmp_path, "--steps=4", "--save-every=1", "--keep=9", "--micro-tokens=9999")
-    assert [r["skipped"] for r in steps] == [0, 1, 2, 2] and "was skipped" in capsys.readouterr().out
-    files = [(tmp_path / f"step-{i:06d}/optimizer.safetensors").read_bytes() for i in range(5)]
-    assert files[1] == files[2] == files[3] and files[0] != files[1] and files[3] != files[4]
-
-
-def test_gradients_that_stay_infinite_stop_the_run(tmp_path, paid, monkeypatch, capsys):
-    """And weights that are not finite are not saved."""
-    spoil(monkeypatch, itertools.repeat(math.inf))
     with pytest.raises(RuntimeError, match="5 steps in a row"):
-        run(tmp_path, "--steps=9", "--save-every=1", "--keep=9")
-    assert capsys.readouterr().out.count("had a non-finite gradient and was skipped") == 5
-    assert read_log(tmp_path)[-1]["skipped"] == 5
+        run(tmp_path, "--steps=20", "--save-every=1", "--keep=99", "--micro-tokens=9999")
+    steps = [r for r in read_log(tmp_path) if r["kind"] == "step"]
+    assert [r["skipped"] for r in steps] == [0, 1, 2, 2, 3, 4, 5, 6, 7]
+    assert capsys.readouterr().out.count("had a non-finite gradient and was skipped") == 7
+    files = [(tmp_path / f"step-{i:06d}/optimizer.safetensors").read_bytes() for i in range(9)]
+    assert files[1] == files[2] == files[3] and files[0] != files[1] and files[3] != files[4] == files[8]
     trainer = make_run(tmp_path, "--resume")
     trainer.optimizer.master["norm"][3], trainer.step = math.inf, 9
     with pytest.raises(RuntimeError, match="not finite"):
         trainer.save()
-    assert newest(tmp_path).name == "step-000004"
+    assert newest(tmp_path).name == "step-000008"
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path, paid, capsys):
@@ -3002,7 +2971,7 @@ def finished(process, seconds=120):
 
 
 @cpu_only
-@pytest.mark.parametrize("count, precision, limit", [(2, "fp8", 0.08), (3, "fp8", 0.08), (2, "bf16", 1e-5)])
+@pytest.mark.parametrize("count, precision, limit", [(3, "fp8", 0.08), (2, "bf16", 1e-5)])
 def test_ranks_sample_and_learn_what_one_process_does(tmp_path, paid, capsys, count, precision, limit):
     """The same completions, printed sample and evaluation, nearly the same gradient; and all bits again.
 
@@ -3012,7 +2981,7 @@ def test_ranks_sample_and_learn_what_one_process_does(tmp_path, paid, capsys, co
     """
     flags = [*SHORT, f"--precision={precision}"]
     ranks = start(tmp_path / "ranks", *flags, ranks=count)
-    again = start(tmp_path / "again", *flags, ranks=count) if (count, precision) == (2, "fp8") else None
+    again = start(tmp_path / "again", *flags, ranks=count) if precision == "fp8" else None
     one, = run(tmp_path / "one", *flags)
     sample = re.search("--- a completion .*", capsys.readouterr().out)[0]
     status, text, errors = finished(ranks)
