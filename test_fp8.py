@@ -801,36 +801,33 @@ def test_kernel_embed():
 # ---- without a GPU: interpreted, and compiled for Hopper ---------------------------------------------------
 
 
-class Background:
-    """Python in a process of its own, started with the session so that it runs beside the other tests."""
+def beside(*arguments, **environment):
+    """Python in a process of its own that runs beside the tests."""
+    return subprocess.Popen([sys.executable, *arguments], cwd=HERE, env=ONE_THREAD | environment, text=True,
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
-    def __init__(self, *arguments, **environment):
-        self.out = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen([sys.executable, *arguments], cwd=HERE, env=ONE_THREAD | environment,
-                                        stdout=self.out, stderr=self.out)
 
-    def output(self):
-        code = self.process.wait(900)
-        self.out.seek(0)
-        text = self.out.read()
-        assert code == 0, text[-5000:]
-        return text
+def output(process):
+    text, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, text[-5000:]
+    return text
 
 
 @pytest.fixture(scope="session", autouse=True)
 def background(request, tmp_path_factory):
+    """What takes long, started with the session."""
     runs, chosen = {}, {item.name for item in request.session.items}
     if not (CUDA or fp8.INTERPRET or fp8.triton is None):
         if "test_interpreted" in chosen:
             command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "kernel", __file__]
-            runs["interpreted"] = Background(*command, TRITON_INTERPRET="1")
+            runs["interpreted"] = beside(*command, TRITON_INTERPRET="1")
         for name in ("fp8", "model", "rollout"):
             if f"test_every_kernel_builds_for_hopper[{name}]" in chosen:
                 command = "-c", f"import test_fp8; test_fp8.build_{name}()"
-                runs[name] = Background(*command, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("cache")))
+                runs[name] = beside(*command, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("cache")))
     yield runs
     for run in runs.values():
-        run.process.kill()
+        run.kill()
 
 
 class StubDriver:
@@ -977,13 +974,13 @@ needs_background = pytest.mark.skipif(CUDA or fp8.INTERPRET or fp8.triton is Non
 
 @needs_background
 def test_interpreted(background):
-    assert " passed" in background["interpreted"].output()
+    assert " passed" in output(background["interpreted"])
 
 
 @needs_background
 @pytest.mark.parametrize("module", [fp8, model, rollout], ids=["fp8", "model", "rollout"])
 def test_every_kernel_builds_for_hopper(background, module):
-    built = background[module.__name__].output()
+    built = output(background[module.__name__])
     print(built)
     names = {name for name in vars(module) if name.endswith("_kernel")}
     assert set(re.findall(r"BUILT (\w+)", built)) == names
@@ -2932,10 +2929,8 @@ def test_bare_machine(tmp_path):
             "import train\n"
             "assert train.fp8.triton is None\n"
             "train.main(sys.argv[1:])\n")
-    done = subprocess.run([sys.executable, "-c", code, *TINY, "--steps=1", f"--out={tmp_path}"], cwd=HERE,
-                          text=True, stdin=subprocess.DEVNULL, capture_output=True, env=ONE_THREAD)
-    assert done.returncode == 0, done.stderr
-    assert "triton absent" in done.stdout and "runs on the CPU" in done.stdout
+    said = output(beside("-c", code, *TINY, "--steps=1", f"--out={tmp_path}"))
+    assert "triton absent" in said and "runs on the CPU" in said
     assert (tmp_path / "step-000001").exists()
 
 
