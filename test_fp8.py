@@ -2362,13 +2362,13 @@ def test_gpu_run_repeats_and_is_exact(tmp_path, paid):
 
 @pytest.mark.parametrize("states", train.STATES)
 def test_resume_is_exact(tmp_path, paid, states):
-    """Four steps in a row, and two, a new process, two more: the same bits in weights, moments and log."""
+    """Four steps in a row, and two, then two more: the same bits in weights, moments and log."""
     flag = f"--states={states}"
     run(tmp_path / "whole", "--steps=4", flag)
     run(tmp_path / "halves", flag)
     with pytest.raises(ValueError, match="add --resume"):
         run(tmp_path / "halves", "--steps=4", flag)
-    assert start(tmp_path / "halves", "--steps=4", "--resume", flag).wait() == 0
+    run(tmp_path / "halves", "--steps=4", "--resume", flag)
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
     moment = load_file(newest(tmp_path / "whole") / "optimizer.safetensors")["m.norm"]
     assert moment.dtype == train.STATES[states] and moment.norm() > 0
@@ -2379,20 +2379,21 @@ KILLS = int(os.environ.get("KILLS", 2))
 
 @cpu_only
 def test_killed_runs_go_on(tmp_path, paid):
-    """SIGKILL at random moments, saving included; started again, it ends with an uninterrupted run's bits.
-    The environment variable KILLS asks for more."""
+    """SIGKILL at random moments, saving included; started again, each time in a new process, it ends with an
+    uninterrupted run's bits. The environment variable KILLS asks for more."""
     flags, killed = [f"--steps={2 * KILLS + 2}", "--save-every=1", "--resume"], tmp_path / "killed"
     log = killed / "log.jsonl"
     lines = lambda: log.read_text().count("\n") if log.exists() else 0
     run(tmp_path / "whole", *flags)
     for _ in range(KILLS):
-        process, goal = start(killed, *flags), lines() + random.randint(1, 4)
+        process, goal = start(killed, *flags), lines() + random.randint(3, 5)
         while lines() < goal and process.poll() is None:
             time.sleep(0.005)
         time.sleep(0.1 * random.random())
         process.kill()
         process.wait()
-    assert start(killed, *flags).wait() == 0
+    said, _ = (last := start(killed, *flags)).communicate()
+    assert last.returncode == 0 and "resumed from" in said
     assert_same_run(tmp_path / "whole", killed)
     assert len(train.checkpoints(killed)) == 2, "as many as --keep asks for"
 
