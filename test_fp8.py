@@ -2323,17 +2323,24 @@ def assert_same_run(a, b):
         assert (newest(a) / name).read_bytes() == (newest(b) / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("precision", model.PRECISIONS)
-def test_two_steps(tmp_path, paid, precision, capsys):
-    """Twice: equal lines but for times. Sampler's and trainer's log-probs are the same bits in `fp8`."""
-    outs = [tmp_path / "a", tmp_path / "b"]
-    steps = run(outs[0], f"--precision={precision}")
-    assert run(outs[1], f"--precision={precision}") == steps
-    assert_same_run(*outs)
+@pytest.mark.parametrize("precision, states", [*((p, "fp32") for p in model.PRECISIONS), ("fp8", "bf16")])
+def test_a_run_and_its_resume(tmp_path, paid, precision, states, capsys):
+    """Four steps in a row, and two, then two more: the same bits in weights, moments and log. In `fp8`
+    sampler's and trainer's log-probs are the same bits."""
+    flags = f"--precision={precision}", f"--states={states}", "--samples=4"
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    steps = run(whole, "--steps=4", *flags)
+    run(halves, *flags)
+    with pytest.raises(ValueError, match="add --resume"):
+        run(halves, "--steps=4", *flags)
+    assert run(halves, "--steps=4", "--resume", *flags) == steps
+    assert_same_run(whole, halves)
+    moment = load_file(newest(whole) / "optimizer.safetensors")["m.norm"]
+    assert moment.dtype == train.STATES[states] and moment.norm() > 0
     assert len({tuple(r) for r in steps}) == 1 and {"reward", "mean_dlogp", "max_dlogp", "grad_norm", "loss",
                                                     "entropy", "skipped", "lr"} <= set(steps[0])
-    kinds = [r["kind"] for r in read_log(outs[0])]
-    assert kinds == ["eval", "supervised", "supervised", "eval", "step", "step", "eval"]
+    kinds = [r["kind"] for r in read_log(whole)]
+    assert kinds == ["eval", "supervised", "supervised", "eval", *["step", "step", "eval"] * 2]
     assert all(r["grad_norm"] > 0 and r["ratio"] == 1 for r in steps), "the first update is on-policy"
     gaps = [r[k] for r in steps for k in ("mean_dlogp", "max_dlogp", "k3", "differing", "differing_tokens")]
     if precision == "fp8":
@@ -2350,20 +2357,6 @@ def test_gpu_run_repeats_and_is_exact(tmp_path, paid):
     runs = [run(tmp_path / name, *flags) for name in "ab"]
     assert_same_run(tmp_path / "a", tmp_path / "b")
     assert all(r["differing_tokens"] == 0 and r["grad_norm"] > 0 for r in runs[0])
-
-
-@pytest.mark.parametrize("states", train.STATES)
-def test_resume_is_exact(tmp_path, paid, states):
-    """Four steps in a row, and two, then two more: the same bits in weights, moments and log."""
-    flag = f"--states={states}"
-    run(tmp_path / "whole", "--steps=4", flag)
-    run(tmp_path / "halves", flag)
-    with pytest.raises(ValueError, match="add --resume"):
-        run(tmp_path / "halves", "--steps=4", flag)
-    run(tmp_path / "halves", "--steps=4", "--resume", flag)
-    assert_same_run(tmp_path / "whole", tmp_path / "halves")
-    moment = load_file(newest(tmp_path / "whole") / "optimizer.safetensors")["m.norm"]
-    assert moment.dtype == train.STATES[states] and moment.norm() > 0
 
 
 KILLS = int(os.environ.get("KILLS", 2))
