@@ -30,7 +30,6 @@ import runpy
 import shlex
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -787,9 +786,9 @@ def test_kernel_greedy_takes_the_lowest_of_ties():
 
 @pytest.mark.parametrize("V,limit", [(12, 37.4), (300, 396.0)])  # one vocabulary tile; two and a part
 def test_sample_distribution(V, limit):
-    """20,000 draws of V tokens against the softmax: chi-square below its 0.9999 quantile."""
+    """10,000 draws of V tokens against the softmax: chi-square below its 0.9999 quantile."""
     torch.manual_seed(5)
-    n = 20000
+    n = 10000
     hidden, w = torch.randn(1, 16).expand(n, 16).contiguous(), weight(V, 16, dtype=FP32, scale=0.3)
     inv_temp, draw = torch.tensor([1 / 0.8]), torch.arange(n)
     tokens, logp = sample_all(hidden, w, inv_temp, draw // 4, (draw % 4).int())
@@ -827,36 +826,33 @@ def test_kernel_embed():
 # ---- without a GPU: interpreted, and compiled for Hopper ---------------------------------------------------
 
 
-class Background:
-    """Python in a process of its own, started with the session so that it runs beside the other tests."""
+def beside(*arguments, **environment):
+    """Python in a process of its own that runs beside the tests."""
+    return subprocess.Popen([sys.executable, *arguments], cwd=HERE, env=ONE_THREAD | environment, text=True,
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
-    def __init__(self, *arguments, **environment):
-        self.out = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen([sys.executable, *arguments], cwd=HERE, env=ONE_THREAD | environment,
-                                        stdout=self.out, stderr=self.out)
 
-    def output(self):
-        code = self.process.wait(900)
-        self.out.seek(0)
-        text = self.out.read()
-        assert code == 0, text[-5000:]
-        return text
+def output(process):
+    text, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, text[-5000:]
+    return text
 
 
 @pytest.fixture(scope="session", autouse=True)
 def background(request, tmp_path_factory):
+    """What takes long, started with the session."""
     runs, chosen = {}, {item.name for item in request.session.items}
     if not (CUDA or fp8.INTERPRET or fp8.triton is None):
         if "test_interpreted" in chosen:
             command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "kernel", __file__]
-            runs["interpreted"] = Background(*command, TRITON_INTERPRET="1")
+            runs["interpreted"] = beside(*command, TRITON_INTERPRET="1")
         for name in ("fp8", "model", "rollout"):
             if f"test_every_kernel_builds_for_hopper[{name}]" in chosen:
                 command = "-c", f"import test_fp8; test_fp8.build_{name}()"
-                runs[name] = Background(*command, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("cache")))
+                runs[name] = beside(*command, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("cache")))
     yield runs
     for run in runs.values():
-        run.process.kill()
+        run.kill()
 
 
 class StubDriver:
@@ -1005,13 +1001,13 @@ needs_background = pytest.mark.skipif(CUDA or fp8.INTERPRET or fp8.triton is Non
 
 @needs_background
 def test_interpreted(background):
-    assert " passed" in background["interpreted"].output()
+    assert " passed" in output(background["interpreted"])
 
 
 @needs_background
 @pytest.mark.parametrize("module", [fp8, model, rollout], ids=["fp8", "model", "rollout"])
 def test_every_kernel_builds_for_hopper(background, module):
-    built = background[module.__name__].output()
+    built = output(background[module.__name__])
     print(built)
     names = {name for name in vars(module) if name.endswith("_kernel")}
     assert set(re.findall(r"BUILT (\w+)", built)) == names
@@ -1071,11 +1067,9 @@ def test_kernel_attention_packed_alone_paged(H, G, D, dtype, monkeypatch):
     stored = (k, v), (k_codes, v_codes, k_scale, v_scale)
     o = model.attention(q, k, v, model.pack(lengths, DEVICE)).split(lengths)
     qs, ks, vs = (x.split(lengths) for x in (q, k, v))
-    order = list(range(len(lengths)))[::-1]
-    turned = [lengths[i] for i in order]
-    other = model.attention(*(torch.cat([x[i] for i in order]) for x in (qs, ks, vs)),
-                            model.pack(turned, DEVICE)).split(turned)
-    for i, out in zip(order, other):
+    turned = lengths[::-1]
+    other = model.attention(*(torch.cat(x[::-1]) for x in (qs, ks, vs)), model.pack(turned, DEVICE))
+    for i, out in enumerate(other.split(turned)[::-1]):
         same(out, o[i], f"sequence {i} in another order")
     for i in range(0, len(lengths), 2):
         alone = model.attention(qs[i], ks[i], vs[i], model.pack([lengths[i]], DEVICE))
@@ -1170,8 +1164,12 @@ def alone(policy):
             for i, (p, m) in enumerate(zip(PROMPTS, LIMITS))]
 
 
-@pytest.mark.parametrize("slots,pages", [(1, None), (3, None), (8, None), (8, 8), (3, 5)])
-def test_same_bits_whatever_slots_order_pages(policy, alone, slots, pages):
+@pytest.mark.parametrize("slots, pages, steps, prefill", [
+    (1, None, 1, 100), (3, None, 50, 16384), (8, 8, 4, 1), (3, 5, 16, 16384)])
+def test_same_bits_whatever_the_schedule(policy, alone, slots, pages, steps, prefill, monkeypatch):
+    """Slots, order, pages, decode steps from one look to the next, tokens that are prefilled together."""
+    monkeypatch.setattr(rollout, "STEPS_PER_LOOK", {DEVICE: steps})
+    monkeypatch.setattr(rollout, "PREFILL_TOKENS", prefill)
     order = list(range(len(PROMPTS)))
     random.Random(slots).shuffle(order)
     sampler = Sampler(policy, max_slots=slots, pages=pages)
@@ -1181,9 +1179,8 @@ def test_same_bits_whatever_slots_order_pages(policy, alone, slots, pages):
     assert sampler.pool.free == sampler.pool.capacity
 
 
-@pytest.mark.parametrize("split", [model.SPLIT, 2 * PAGE])  # a tile of queries fits into one part
-def test_trainer_recomputes_the_same_bits(policy, split, monkeypatch):
-    monkeypatch.setattr(model, "SPLIT", split)
+def test_trainer_recomputes_the_same_bits(policy, monkeypatch):
+    monkeypatch.setattr(model, "SPLIT", 2 * PAGE)  # a tile of queries fits into one part: some have two
     result = Sampler(policy, max_slots=5).generate(PROMPTS, 2, 20, temperature=0.7, seed=3)
     pairs = [(PROMPTS[i // 2], tokens) for i, tokens in enumerate(result.tokens)]
     for order in (pairs, pairs[::-1]):
@@ -1304,18 +1301,15 @@ def shard(folder, tensors, files):
     return where
 
 
-@pytest.mark.parametrize("kind, tied, dtype, sharded", [
-    ("qwen2", True, BF16, True), ("qwen3", False, FP32, False), ("llama", False, torch.float16, True)])
-def test_weights_round_trip(tmp_path, kind, tied, dtype, sharded):
+@pytest.mark.parametrize("kind, tied, dtype", [
+    ("qwen2", True, BF16), ("qwen3", False, FP32), ("llama", False, torch.float16)])
+def test_weights_round_trip(tmp_path, kind, tied, dtype):
     config = config_of(tmp_path, model_type=kind, tie_word_embeddings=tied)
     theirs = random_weights(config, dtype)
     extra = {"lm_head.weight": theirs["model.embed_tokens.weight"].clone()} if tied else {}  # equal: ignored
     extra["model.layers.0.self_attn.rotary_emb.inv_freq"] = config.inv_freq()
-    if sharded:
-        shard(tmp_path, theirs | extra, ["a-1.safetensors", "a-2.safetensors"])
-        (tmp_path / "stray.safetensors").write_bytes(b"never read")
-    else:
-        save_file(theirs | extra, tmp_path / "model.safetensors")
+    shard(tmp_path, theirs | extra, ["a-1.safetensors", "a-2.safetensors"])
+    (tmp_path / "stray.safetensors").write_bytes(b"never read")
     ours = dict(model.read_tensors(tmp_path, config))
     assert all(t.dtype == dtype for t in ours.values()) and ("head" in ours) == (not tied)
     assert torch.equal(ours["layers.1.qkv"][64:96], theirs["model.layers.1.self_attn.k_proj.weight"])
@@ -1371,48 +1365,34 @@ def test_weight_faults(tmp_path, words):
         model.read_tensors(tmp_path, config)
 
 
-# family, changes of transformers' config, dtype in the file, sharded, RoPE in its older place
-VARIATIONS = [
-    ("Qwen2", {}, BF16, True, True),
-    ("Qwen2", dict(tie_word_embeddings=True, use_sliding_window=False), torch.float16, False, False),
-    ("Qwen3", dict(head_dim=32), FP32, True, True),
-    ("Qwen3", dict(head_dim=16, tie_word_embeddings=True, num_key_value_heads=1), BF16, False, False),
-    ("Llama", dict(rope=LLAMA3), BF16, True, False),
-    ("Llama", dict(rope=dict(LLAMA3, factor=32.0), tie_word_embeddings=True, head_dim=16), FP32, False, True),
-    ("Llama", dict(num_key_value_heads=4, head_dim=24), BF16, False, True),
-]
-
-
-def from_transformers(transformers, folder, family, changes, dtype, sharded, old_rope):
-    """A random model, written by transformers; read back in FP32."""
-    rope = {"rope_theta": 5e5, **changes.pop("rope", {"rope_type": "default"})}
+def from_transformers(transformers, folder, family, changes):
+    """A random model, written by transformers in BF16 over several files; read back in FP32."""
+    rope = {"rope_theta": 5e5, "rope_type": "default"} | changes.get("rope_parameters", {})
     config = getattr(transformers, family + "Config")(
-        **{**SIZES, "head_dim": 12, "rope_theta": None, "rope_parameters": rope,
-           "eos_token_id": 7, "bos_token_id": 1, "pad_token_id": None, "initializer_range": 0.3, **changes})
+        **{**SIZES, "head_dim": 12, "rope_theta": None, "eos_token_id": 7, "bos_token_id": 1,
+           "pad_token_id": None, "initializer_range": 0.3, **changes, "rope_parameters": rope})
     theirs = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, p in theirs.named_parameters():  # fresh norms and biases are 1 and 0: no drop would show
             if name.endswith(("norm.weight", "bias")):
                 p.add_(torch.randn_like(p) * 0.3)
-    theirs.to(dtype).save_pretrained(folder, **({"max_shard_size": "40KB"} if sharded else {}))
-    assert (folder / "model.safetensors.index.json").exists() == sharded
-    raw = json.loads((folder / "config.json").read_text())
-    raw["sliding_window"] = 8 if "use_sliding_window" in raw else None  # set, yet switched off
-    if old_rope:
-        rope = raw.pop("rope_parameters")
-        raw["rope_theta"] = rope.pop("rope_theta")
-        raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-    write_json(folder / "config.json", raw)
+    theirs.to(BF16).save_pretrained(folder, max_shard_size="20KB")
+    assert (folder / INDEX).exists()
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=FP32).eval()
 
 
-@pytest.mark.parametrize("variation", VARIATIONS, ids=lambda v: v[0])
-def test_checkpoints_of_transformers(tmp_path, variation):
-    """Load, logits, 64 greedy tokens, save, load back."""
+@pytest.mark.parametrize("family, changes", [
+    ("Qwen2", {}),
+    ("Qwen3", dict(head_dim=32)),
+    ("Qwen3", dict(head_dim=16, tie_word_embeddings=True, num_key_value_heads=1)),
+    ("Llama", dict(rope_parameters=LLAMA3)),
+    ("Llama", dict(num_key_value_heads=4, head_dim=24, tie_word_embeddings=True)),
+])
+def test_checkpoints_of_transformers(tmp_path, family, changes):
+    """Load, logits, 24 greedy tokens, save, load back."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
-    family, changes, *rest = variation
-    theirs = from_transformers(transformers, tmp_path / "in", family, dict(changes), *rest)
+    theirs = from_transformers(transformers, tmp_path / "in", family, changes)
     ours = Transformer.from_pretrained(tmp_path / "in", "bf16", dtype=FP32)
     tokens = torch.randint(0, 131, (300,))
 
@@ -1422,9 +1402,9 @@ def test_checkpoints_of_transformers(tmp_path, variation):
     mine, other = logits(ours, theirs)
     assert (mine - other).abs().max() < 1e-4 * other.abs().max()
     prompts = [tokens[:k].tolist() for k in (1, 40)]
-    sampled = Sampler(ours).generate(prompts, 1, 64, temperature=0, stop=[]).tokens
+    sampled = Sampler(ours).generate(prompts, 1, 24, temperature=0, stop=[]).tokens
     for prompt, completion in zip(prompts, sampled):
-        options = dict(max_new_tokens=64, do_sample=False, eos_token_id=None)
+        options = dict(max_new_tokens=24, do_sample=False, eos_token_id=None)
         greedy = theirs.generate(torch.tensor([prompt]), **options)[0].tolist()
         assert greedy[len(prompt):] == completion
     ours.save_pretrained(tmp_path / "out")
@@ -1600,64 +1580,44 @@ def test_tokenizer_refuses(tmp_path, path, value, words):
         Tokenizer.from_pretrained(tmp_path)
 
 
-def mutated_json(value, rng, junk):
-    """A copy of a JSON value with one node replaced or removed."""
-    value = json.loads(json.dumps(value))
-    at = value
-    while True:
-        key = rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))
-        if not isinstance(at[key], (dict, list)) or not at[key] or rng.random() < 0.2:
-            break
-        at = at[key]
-    if rng.random() < 0.3:
-        del at[key]
-    else:
-        at[key] = rng.choice(junk)
-    return value
-
-
-def mutated_bytes(data, rng, end):
-    data = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        data[rng.randrange(end)] = rng.choice([rng.randrange(256), *b'0123456789{}[],":\\\n'])
-    return bytes(data)
-
-
 JUNK = [None, True, False, 0, -1, 2**70, 1.5, math.nan, math.inf, "", "x", "ab", [], [1], ["x"], {}, {"a": 1},
         {"type": "NFC"}, {"rope_type": ["x"]}, {"rope_theta": "x"}, ["a", "b"], "\ud800"]
 
 
+def spoiled(at, rng):
+    """The JSON value with one node in it replaced or removed, mostly a leaf."""
+    key = rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))
+    if at[key] and isinstance(at[key], (dict, list)) and rng.random() > 0.2:
+        spoiled(at[key], rng)
+    elif rng.random() < 0.3:
+        del at[key]
+    else:
+        at[key] = rng.choice(JUNK)
+    return at
+
+
 @cpu_only
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "rows.jsonl"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_files_with_random_faults(tmp_path, name):
     """Refused in a line or two that name the file, or read; never another exception."""
-    config = config_of(tmp_path, num_hidden_layers=1, layer_types=["full_attention"], rope_scaling=LLAMA3,
-                       rope_parameters={"rope_theta": 1e6}, eos_token_id=[3], **dict.fromkeys(model.INERT))
-    save_file(random_weights(config), tmp_path / "model.safetensors")
-    raw = Tokenizer.bytes().files["tokenizer.json"]
+    config_of(tmp_path, num_hidden_layers=1, layer_types=["full_attention"], rope_scaling=LLAMA3,
+              rope_parameters={"rope_theta": 1e6}, eos_token_id=[3], **dict.fromkeys(model.INERT))
+    raw = Tokenizer.bytes().files["tokenizer.json"] | {"normalizer": {"type": "NFC"}}
     raw["model"]["vocab"] |= {"ab": 260, "abc": 261}
-    raw["model"] |= {"merges": [["a", "b"], ["ab", "c"]]}
-    write_json(tmp_path / "tokenizer.json", raw | {"normalizer": {"type": "NFC"}})
-    write(tmp_path / "rows.jsonl", *(row(f"{i} + {i}?", f"sum\n#### {i + i:,}") for i in range(600, 604)))
+    raw["model"]["merges"] = [["a", "b"], ["ab", "c"]]
+    write_json(tmp_path / "tokenizer.json", raw)
     read = {"config.json": lambda: Config.from_folder(tmp_path).inv_freq(),
-            "tokenizer.json": lambda: Tokenizer.from_pretrained(tmp_path).encode("abc é<|user|>"),
-            "model.safetensors": lambda: list(model.read_tensors(tmp_path, config)),
-            "rows.jsonl": lambda: [e.reward("#### " + e.gold) for e in grpo.load_jsonl(path)]}[name]
+            "tokenizer.json": lambda: Tokenizer.from_pretrained(tmp_path).encode("abc é<|user|>")}[name]
     rng, path, refused = random.Random(0), tmp_path / name, 0
-    good = path.read_bytes()
-    end = 8 + struct.unpack("<Q", good[:8])[0] if name == "model.safetensors" else len(good)
-    for _ in range(600):
-        if name.endswith(".json"):
-            write_json(path, mutated_json(json.loads(good), rng, JUNK))
-        else:
-            path.write_bytes(mutated_bytes(good, rng, end))
+    good = path.read_text()
+    for _ in range(300):
+        write_json(path, spoiled(json.loads(good), rng))
         try:
-            result = read()
-            assert name != "rows.jsonl" or all(result), "a gold that no completion can earn"
-        except (ValueError, FileNotFoundError) as error:
+            read()
+        except ValueError as error:
             refused += 1
             assert str(tmp_path) in str(error) and str(error).count("\n") < 2, error
-    assert 100 < refused < 600
+    assert 50 < refused < 300
 
 
 def test_merges_that_tiktoken_cannot_represent():
@@ -2129,14 +2089,14 @@ def test_kernel_advance():
 def test_group_shares_its_prompt(policy):
     prompt = some_prompts([140])[0]
     sampler = Sampler(policy, max_slots=4)
-    result = sampler.generate([prompt] * 2, 4, 12, seed=2, stop=[])
+    result = sampler.generate([prompt] * 2, 2, 12, seed=2, stop=[])
     assert result.prefill_tokens == 2 * 139  # once per group, not per sample
-    assert len({tuple(t) for t in result.tokens}) == 8  # the samples differ
-    alone = [Sampler(policy).generate([prompt], 1, 12, seed=2, stop=[], keys=[k]) for k in range(8)]
+    assert len({tuple(t) for t in result.tokens}) == 4  # the samples differ
+    alone = [Sampler(policy).generate([prompt], 1, 12, seed=2, stop=[], keys=[k]) for k in range(4)]
     single = [drawn(result)[0] for result in alone]
     assert drawn(result) == single
     assert drawn(Sampler(policy).generate([prompt], 1, 12, seed=3, stop=[]))[0] != single[0]
-    narrow = Sampler(policy, max_slots=1).generate([prompt] * 2, 4, 12, seed=2, stop=[])
+    narrow = Sampler(policy, max_slots=1).generate([prompt] * 2, 2, 12, seed=2, stop=[])
     assert drawn(narrow) == single and narrow.prefill_tokens == 2 * 139
 
 
@@ -2168,19 +2128,18 @@ def test_greedy_and_tiny_temperature(tiny):
     assert torch.allclose(greedy.logprobs[1], logprobs.amax(-1), atol=1e-5)  # at temperature 1
 
 
-@pytest.mark.parametrize("growth", [0, 2])
-def test_soak_in_a_pool_that_is_too_small(tiny, monkeypatch, growth):
+def test_soak_in_a_pool_that_is_too_small(tiny, monkeypatch):
     """On a GPU 2,000 requests, through graphs of all sizes: nothing lost or repeated, no page kept."""
-    monkeypatch.setattr(rollout, "GROWTH_PAGES", growth)
+    monkeypatch.setattr(rollout, "GROWTH_PAGES", 0)  # admits too many: they are sent back again and again
     policy, draw = make_policy("fp8") if CUDA else tiny, random.Random(3)
-    count, n, slots, pages, most = by_mode((20, 3, 16, 7, 70), None, (500, 4, 300, 100, 300))
+    count, n, slots, pages, most = by_mode((10, 3, 12, 7, 70), None, (500, 4, 300, 100, 300))
     prompts = some_prompts([draw.choice([1, 2, 30, 64, 65, 100, 200]) for _ in range(count)], seed=3)
     limits = [min(most, 1 + int(40 * math.exp(draw.gauss(0, 1.2)))) for _ in range(count * n)]
     small = Sampler(policy, max_slots=slots, pages=pages)
     result = small.generate(prompts, n, limits, seed=8, stop=[])
     assert [len(tokens) for tokens in result.tokens] == limits and result.n_tokens == sum(limits)
     assert small.pool.free == small.pool.capacity and not any(small.pool.references)
-    assert growth or result.preemptions > 3
+    assert result.preemptions > 3
     assert drawn(result) == drawn(Sampler(policy).generate(prompts, n, limits, seed=8, stop=[]))
 
 
@@ -2242,45 +2201,30 @@ def test_smallest_pool_that_is_accepted(tiny):
     for length, limit in [(1, 64), (64, 1), (64, 65), (65, 3)]:
         prompt = some_prompts([length])[0]
         pages = rollout.pages_for(length + limit - 1) + 2
-        result = Sampler(tiny, max_slots=4, pages=pages).generate([prompt] * 2, 3, limit, seed=1, stop=[])
-        assert [len(t) for t in result.tokens] == [limit] * 6
-        assert drawn(result) == drawn(Sampler(tiny).generate([prompt] * 2, 3, limit, seed=1, stop=[]))
+        result = Sampler(tiny, max_slots=4, pages=pages).generate([prompt] * 2, 2, limit, seed=1, stop=[])
+        assert [len(t) for t in result.tokens] == [limit] * 4
         with pytest.raises(ValueError, match="pages"):
             Sampler(tiny, pages=pages - 1).generate([prompt], 1, limit)
 
 
-@pytest.mark.parametrize("name, value", [
-    ("STEPS_PER_LOOK", {"cpu": 1}), ("STEPS_PER_LOOK", {"cpu": 50}),
-    ("PREFILL_TOKENS", 1), ("PREFILL_TOKENS", 100)])
-def test_schedule_does_not_matter(tiny, monkeypatch, name, value):
-    expected = drawn(Sampler(tiny).generate(PROMPTS, 2, 30, seed=4))
-    monkeypatch.setattr(rollout, name, value)
-    assert drawn(Sampler(tiny, max_slots=3, pages=6).generate(PROMPTS, 2, 30, seed=4)) == expected
-
-
-def test_new_weights_take_effect(policy):
+def test_new_weights_take_effect():
+    policy = make_policy("fp8", "fp8")
+    draw = lambda sampler: drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1))
     sampler = Sampler(policy)
-    before = drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1))
-    old = {name: buffer.clone() for name, buffer in policy.named_buffers()}
-    try:
-        weights = policy.weights().items()
-        policy.load((name, w.full().cpu() * (1 + 0.3 * torch.randn(w.shape))) for name, w in weights)
-        after = drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1))
-        assert after != before and after == drawn(Sampler(policy).generate(PROMPTS[:3], 2, 12, seed=1))
-    finally:
-        for name, buffer in policy.named_buffers():
-            buffer.copy_(old[name])
-    for _ in range(2):
-        assert drawn(sampler.generate(PROMPTS[:3], 2, 12, seed=1)) == before
-        sampler.release()
-        assert sampler.pool is None
+    before = draw(sampler)
+    policy.load([(name, w.full().cpu() * (1 + 0.3 * torch.randn(w.shape)))
+                 for name, w in policy.weights().items()])
+    after = draw(sampler)
+    assert before != after == draw(Sampler(policy))
+    sampler.release()
+    assert sampler.pool is None and draw(sampler) == after
 
 
 @cpu_only
 def test_requests_of_any_size_one_after_the_other(tiny):
     """The pool grows for a larger request and stays for a smaller one."""
     sampler = Sampler(tiny)
-    for lengths, n, limit in [([3], 1, 2), ([100] * 9, 3, 50), ([5], 2, 10), ([300], 1, 212), ([2], 1, 3)]:
+    for lengths, n, limit in [([3], 1, 2), ([100] * 9, 2, 5), ([5], 2, 10), ([300], 1, 9), ([2], 1, 3)]:
         prompts = some_prompts(lengths)
         once = Sampler(tiny).generate(prompts, n, limit, seed=1)
         assert drawn(sampler.generate(prompts, n, limit, seed=1)) == drawn(once)
@@ -2420,17 +2364,24 @@ def assert_same_run(a, b):
         assert (newest(a) / name).read_bytes() == (newest(b) / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("precision", model.PRECISIONS)
-def test_two_steps(tmp_path, paid, precision, capsys):
-    """Twice: equal lines but for times. Sampler's and trainer's log-probs are the same bits in `fp8`."""
-    outs = [tmp_path / "a", tmp_path / "b"]
-    steps = run(outs[0], f"--precision={precision}")
-    assert run(outs[1], f"--precision={precision}") == steps
-    assert_same_run(*outs)
+@pytest.mark.parametrize("precision, states", [*((p, "fp32") for p in model.PRECISIONS), ("fp8", "bf16")])
+def test_a_run_and_its_resume(tmp_path, paid, precision, states, capsys):
+    """Four steps in a row, and two, then two more: the same bits in weights, moments and log. In `fp8`
+    sampler's and trainer's log-probs are the same bits."""
+    flags = f"--precision={precision}", f"--states={states}", "--samples=4"
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    steps = run(whole, "--steps=4", *flags)
+    run(halves, *flags)
+    with pytest.raises(ValueError, match="add --resume"):
+        run(halves, "--steps=4", *flags)
+    assert run(halves, "--steps=4", "--resume", *flags) == steps
+    assert_same_run(whole, halves)
+    moment = load_file(newest(whole) / "optimizer.safetensors")["m.norm"]
+    assert moment.dtype == train.STATES[states] and moment.norm() > 0
     assert len({tuple(r) for r in steps}) == 1 and {"reward", "mean_dlogp", "max_dlogp", "grad_norm", "loss",
                                                     "entropy", "skipped", "lr"} <= set(steps[0])
-    kinds = [r["kind"] for r in read_log(outs[0])]
-    assert kinds == ["eval", "supervised", "supervised", "eval", "step", "step", "eval"]
+    kinds = [r["kind"] for r in read_log(whole)]
+    assert kinds == ["eval", "supervised", "supervised", "eval", *["step", "step", "eval"] * 2]
     assert all(r["grad_norm"] > 0 and r["ratio"] == 1 for r in steps), "the first update is on-policy"
     gaps = [r[k] for r in steps for k in ("mean_dlogp", "max_dlogp", "k3", "differing", "differing_tokens")]
     if precision == "fp8":
@@ -2449,39 +2400,26 @@ def test_gpu_run_repeats_and_is_exact(tmp_path, paid):
     assert all(r["differing_tokens"] == 0 and r["grad_norm"] > 0 for r in runs[0])
 
 
-@pytest.mark.parametrize("states", train.STATES)
-def test_resume_is_exact(tmp_path, paid, states):
-    """Four steps in a row, and two, a new process, two more: the same bits in weights, moments and log."""
-    flag = f"--states={states}"
-    run(tmp_path / "whole", "--steps=4", flag)
-    run(tmp_path / "halves", flag)
-    with pytest.raises(ValueError, match="add --resume"):
-        run(tmp_path / "halves", "--steps=4", flag)
-    assert start(tmp_path / "halves", "--steps=4", "--resume", flag).wait() == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "halves")
-    moment = load_file(newest(tmp_path / "whole") / "optimizer.safetensors")["m.norm"]
-    assert moment.dtype == train.STATES[states] and moment.norm() > 0
-
-
-KILLS = int(os.environ.get("KILLS", 3))
+KILLS = int(os.environ.get("KILLS", 2))
 
 
 @cpu_only
 def test_killed_runs_go_on(tmp_path, paid):
-    """SIGKILL at random moments, saving included; started again, it ends with an uninterrupted run's bits.
-    The environment variable KILLS asks for more."""
+    """SIGKILL at random moments, saving included; started again, each time in a new process, it ends with an
+    uninterrupted run's bits. The environment variable KILLS asks for more."""
     flags, killed = [f"--steps={2 * KILLS + 2}", "--save-every=1", "--resume"], tmp_path / "killed"
     log = killed / "log.jsonl"
     lines = lambda: log.read_text().count("\n") if log.exists() else 0
     run(tmp_path / "whole", *flags)
     for _ in range(KILLS):
-        process, goal = start(killed, *flags), lines() + random.randint(1, 4)
+        process, goal = start(killed, *flags), lines() + random.randint(3, 5)
         while lines() < goal and process.poll() is None:
             time.sleep(0.005)
         time.sleep(0.1 * random.random())
         process.kill()
         process.wait()
-    assert start(killed, *flags).wait() == 0
+    said, _ = (last := start(killed, *flags)).communicate()
+    assert last.returncode == 0 and "resumed from" in said
     assert_same_run(tmp_path / "whole", killed)
     assert len(train.checkpoints(killed)) == 2, "as many as --keep asks for"
 
@@ -2590,37 +2528,27 @@ def test_a_wrong_bit_stops_the_run(tmp_path, paid, monkeypatch, capsys):
     assert run(tmp_path / "off", "--exact=off")[0]["differing_tokens"] == 1
 
 
-def spoil(monkeypatch, factors):
-    """policy_loss times `factors`, one a call: what a broken batch does to every gradient."""
-    loss = grpo.policy_loss
+def test_gradients_that_are_not_finite(tmp_path, paid, monkeypatch, capsys):
+    """A step is skipped and counted: weights, moments and Adam's own step count stay as they were. Five in a
+    row stop the run, and weights that are not finite are not saved."""
+    factors, loss = itertools.chain([1, math.nan, 1e30, 1], itertools.repeat(math.inf)), grpo.policy_loss
 
-    def broken(*args, **options):
+    def broken(*args, **options):                             # what a broken batch does to every gradient
         value, sums = loss(*args, **options)
-        return value * next(factors), sums
+        return value * next(factors), sums                    # 1e30: a norm that overflows
     monkeypatch.setattr(grpo, "policy_loss", broken)
-
-
-def test_gradient_that_is_not_finite_is_skipped(tmp_path, paid, monkeypatch, capsys):
-    """And counted: weights, moments and Adam's own step count stay as they were."""
-    spoil(monkeypatch, iter([1, math.nan, 1e30, 1]))              # 1e30: a norm that overflows
-    steps = run(tmp_path, "--steps=4", "--save-every=1", "--keep=9", "--micro-tokens=9999")
-    assert [r["skipped"] for r in steps] == [0, 1, 2, 2] and "was skipped" in capsys.readouterr().out
-    files = [(tmp_path / f"step-{i:06d}/optimizer.safetensors").read_bytes() for i in range(5)]
-    assert files[1] == files[2] == files[3] and files[0] != files[1] and files[3] != files[4]
-
-
-def test_gradients_that_stay_infinite_stop_the_run(tmp_path, paid, monkeypatch, capsys):
-    """And weights that are not finite are not saved."""
-    spoil(monkeypatch, itertools.repeat(math.inf))
     with pytest.raises(RuntimeError, match="5 steps in a row"):
-        run(tmp_path, "--steps=9", "--save-every=1", "--keep=9")
-    assert capsys.readouterr().out.count("had a non-finite gradient and was skipped") == 5
-    assert read_log(tmp_path)[-1]["skipped"] == 5
+        run(tmp_path, "--steps=20", "--save-every=1", "--keep=99", "--micro-tokens=9999")
+    steps = [r for r in read_log(tmp_path) if r["kind"] == "step"]
+    assert [r["skipped"] for r in steps] == [0, 1, 2, 2, 3, 4, 5, 6, 7]
+    assert capsys.readouterr().out.count("had a non-finite gradient and was skipped") == 7
+    files = [(tmp_path / f"step-{i:06d}/optimizer.safetensors").read_bytes() for i in range(9)]
+    assert files[1] == files[2] == files[3] and files[0] != files[1] and files[3] != files[4] == files[8]
     trainer = make_run(tmp_path, "--resume")
     trainer.optimizer.master["norm"][3], trainer.step = math.inf, 9
     with pytest.raises(RuntimeError, match="not finite"):
         trainer.save()
-    assert newest(tmp_path).name == "step-000004"
+    assert newest(tmp_path).name == "step-000008"
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path, paid, capsys):
@@ -2742,7 +2670,7 @@ def test_flags_of_the_loss(tmp_path, paid):
 
 
 def test_means_groups_and_learning_rate(tmp_path, paid, monkeypatch, capsys):
-    flags = ["--sft-steps=0", "--steps=1", "--samples=4", "--max-new-tokens=60", "--loss-mean"]
+    flags = ["--sft-steps=0", "--steps=1", "--samples=4", "--max-new-tokens=30", "--loss-mean"]
     plain, other = (run(tmp_path / kind, *flags, kind) for kind in ("token", "completion"))
     assert plain[0]["reward"] == other[0]["reward"]
     assert plain[0]["grad_norm"] != other[0]["grad_norm"], "some end early"
@@ -3028,10 +2956,8 @@ def test_bare_machine(tmp_path):
             "import train\n"
             "assert train.fp8.triton is None\n"
             "train.main(sys.argv[1:])\n")
-    done = subprocess.run([sys.executable, "-c", code, *TINY, "--steps=1", f"--out={tmp_path}"], cwd=HERE,
-                          text=True, stdin=subprocess.DEVNULL, capture_output=True, env=ONE_THREAD)
-    assert done.returncode == 0, done.stderr
-    assert "triton absent" in done.stdout and "runs on the CPU" in done.stdout
+    said = output(beside("-c", code, *TINY, "--steps=1", f"--out={tmp_path}"))
+    assert "triton absent" in said and "runs on the CPU" in said
     assert (tmp_path / "step-000001").exists()
 
 
@@ -3050,7 +2976,7 @@ def finished(process, seconds=120):
 
 
 @cpu_only
-@pytest.mark.parametrize("count, precision, limit", [(2, "fp8", 0.08), (3, "fp8", 0.08), (2, "bf16", 1e-5)])
+@pytest.mark.parametrize("count, precision, limit", [(3, "fp8", 0.08), (2, "bf16", 1e-5)])
 def test_ranks_sample_and_learn_what_one_process_does(tmp_path, paid, capsys, count, precision, limit):
     """The same completions, printed sample and evaluation, nearly the same gradient; and all bits again.
 
@@ -3060,7 +2986,7 @@ def test_ranks_sample_and_learn_what_one_process_does(tmp_path, paid, capsys, co
     """
     flags = [*SHORT, f"--precision={precision}"]
     ranks = start(tmp_path / "ranks", *flags, ranks=count)
-    again = start(tmp_path / "again", *flags, ranks=count) if (count, precision) == (2, "fp8") else None
+    again = start(tmp_path / "again", *flags, ranks=count) if precision == "fp8" else None
     one, = run(tmp_path / "one", *flags)
     sample = re.search("--- a completion .*", capsys.readouterr().out)[0]
     status, text, errors = finished(ranks)
@@ -3190,14 +3116,13 @@ def call(program, arguments, monkeypatch):
 
 @cpu_only
 def test_bench_exact(tmp_path, monkeypatch, capsys):
-    """On two small models in all precisions: rows in the file, and exit code 1 where a bit differs."""
+    """On a small model in all precisions: rows in the file, and exit code 1 where a bit differs."""
     monkeypatch.setattr(bench, "EXACT_QUICK", [(1, 3, 5, 20), (7, 3, 12, 70)])
-    models = {kind: (kind, 128, 96, 2, 1, 64, True) for kind in ("llama", "qwen2")}
-    monkeypatch.setattr(bench, "EXACT_MODELS", models)
+    monkeypatch.setattr(bench, "EXACT_MODELS", {"small": ("qwen2", 128, 96, 2, 1, 64, True)})
     arguments = ["exact", "--quick", f"--out={tmp_path / 'rows.json'}"]
     assert call("bench", arguments, monkeypatch) == 0
     rows = bench.read_results(tmp_path / "rows.json")["rows"]
-    assert len(rows) == 8 and all(r["pages"] > 0 for r in rows if r["precision"] == "fp8")
+    assert len(rows) == 6 and all(r["pages"] > 0 for r in rows if r["precision"] == "fp8")
     assert [r["differing"] > 0 for r in rows] == [r["precision"] == "fp8-rollout" for r in rows]
     monkeypatch.setattr(bench, "score", lambda *args: train.score(*args) + 1)
     monkeypatch.setattr(bench, "EXACT_QUICK", bench.EXACT_QUICK[:1])
@@ -3243,7 +3168,7 @@ def test_bench_against_libraries(toy_bench, capsys):
 def test_bench_rollout_and_update(toy_bench):
     """Their rows, the rates beside those of BF16."""
     step, rollouts = (bench.Table(name, [], "x_bf16", key="model") for name in ("step", "rollout"))
-    prompts, n, limits = bench.rollout_request(2, 3, 40)
+    prompts, n, limits = bench.rollout_request(2, 3, 10)
     for precision in ("bf16", "fp8"):
         bench.step_row(step, "1.7B", precision, 2, 3, 5, micro_tokens=200)
         policy = bench.random_model("1.7B", precision, kv=precision)
@@ -3272,14 +3197,8 @@ def test_bench_rows(tmp_path, capsys):
     assert found["gemm", "fprop", "geometric mean"]["x_bf16"] == pytest.approx(4)
 
 
-FIGURES = HERE / "assets/README.md"
-
-
-PLOTS = re.findall("^python bench.py (plot .+)", FIGURES.read_text(), re.M) if FIGURES.exists() else [None]
-
-
-@pytest.mark.skipif(PLOTS == [None], reason="assets/README.md is not there")
-@pytest.mark.parametrize("command", PLOTS or ["no plot command in assets/README.md"])
+@pytest.mark.parametrize("command", re.findall("^python bench.py (plot .+)",
+                                               (HERE / "assets/README.md").read_text(), re.M))
 def test_figures_are_drawn_from_committed_logs(tmp_path, monkeypatch, command):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.chdir(HERE)
@@ -3343,24 +3262,19 @@ def test_moves_section(tmp_path, monkeypatch, paid):
 
 def readme_commands():
     """(program, arguments) of every `python X.py` line in a code block of README.md."""
-    path = HERE / "README.md"
-    if not path.exists():
-        return []
-    blocks = re.findall(r"^```.*?\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     found = [m for line in lines for m in re.findall(r"\bpython3? (\w+)\.py\b([^&|#>]*)", line)]
     return list(dict.fromkeys((program, arguments.strip()) for program, arguments in found))
 
 
-@pytest.mark.skipif(not readme_commands(), reason="README.md is not there, or shows no python command")
-@pytest.mark.parametrize("program, arguments", readme_commands() or [("train", "")])
-def test_readme_command(tmp_path, monkeypatch, capsys, program, arguments):
-    """Its flags exist; and at a tiny size, with a checkpoint and data made here, it does what it says."""
+@pytest.mark.parametrize("program, arguments", readme_commands())
+def test_readme_command(tmp_path, monkeypatch, program, arguments):
+    """At a tiny size, with a checkpoint and data made here, it does what it says."""
     arguments = shlex.split(arguments)
     assert call(program, ["--help"], monkeypatch) in (None, 0)
-    known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
-    flags = {a.split("=")[0] for a in arguments if a.startswith("--")}
-    assert flags <= known, f"{program}.py has no {sorted(flags - known)}"
+    flags = {a.split("=")[0] for a in arguments}
     monkeypatch.chdir(tmp_path)
     save_tiny("model")
     write(Path("rows.jsonl"), *(f'{{"question": "{i} + 1?", "answer": "#### {i + 1}"}}' for i in range(30)))
