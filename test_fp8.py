@@ -3108,7 +3108,7 @@ def toy_bench(monkeypatch):
 
 
 @cpu_only
-def test_bench_against_libraries(toy_bench, capsys):
+def test_bench_against_libraries(toy_bench):
     """All rows of kernels: what ours is compared with computes the same, or refuses and is named."""
     table = bench.Table("toy", [], "us")
     for case in bench.PRODUCTS:
@@ -3144,7 +3144,7 @@ def test_bench_rollout_and_update(toy_bench):
     assert all(r["tokens"] == sum(limits) and 0 < r["x_transformers"] < 1 for r in rollouts.rows)
 
 
-def test_bench_rows(tmp_path, capsys):
+def test_bench_rows(tmp_path):
     """New rows take the place of old ones about the same thing, and no others; means are geometric."""
     rows, out = [], str(tmp_path / "rows.json")
     table = bench.Table("gemm", rows, "us", "x_bf16")
