@@ -2424,15 +2424,22 @@ def test_killed_runs_go_on(tmp_path, paid):
     assert len(train.checkpoints(killed)) == 2, "as many as --keep asks for"
 
 
-@cpu_only
-def test_killed_at_every_turn_of_a_save(tmp_path, paid):
-    """Killed at each call that renames, removes or syncs, one by one: the newest checkpoint is whole."""
-    run(tmp_path / "base", "--steps=1", "--save-every=1", "--keep=1")
-    trainer = make_run(tmp_path / 'base', "--resume", "--keep=1")
+@pytest.fixture
+def saving(tmp_path, paid):
+    """A trainer that has saved step 1, and is about to save step 2."""
+    run(tmp_path / "run", "--steps=1", "--save-every=1", "--keep=1")
+    trainer = make_run(tmp_path / "run", "--resume", "--keep=1")
     trainer.restore()
-    trainer.step, outcomes = 2, []
+    trainer.step = 2
+    return trainer
+
+
+@cpu_only
+def test_killed_at_every_turn_of_a_save(tmp_path, saving):
+    """Killed at each call that renames, removes or syncs, one by one: the newest checkpoint is whole."""
+    trainer, outcomes = saving, []
     for last in range(1, 99):
-        out = trainer.out = shutil.copytree(tmp_path / "base", tmp_path / str(last))
+        out = trainer.out = shutil.copytree(tmp_path / "run", tmp_path / str(last))
         pid = os.fork()                                # the child saves, and dies at its call number `last`
         if pid == 0:
             calls = iter(range(1, 99))
@@ -2454,7 +2461,7 @@ def test_killed_at_every_turn_of_a_save(tmp_path, paid):
     assert all(files in (outcomes[0], outcomes[-1]) for files in outcomes) and outcomes[0] != outcomes[-1]
 
 
-def test_checkpoints_are_on_the_disk_before_they_have_their_name(tmp_path, paid, monkeypatch):
+def test_checkpoints_are_on_the_disk_before_they_have_their_name(saving, monkeypatch):
     """Power may fail: every file, and the folder, is synced when the rename makes it a checkpoint."""
     synced, fsync, rename, checked = set(), os.fsync, os.rename, []
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.fstat(fd).st_ino), fsync(fd)))
@@ -2466,29 +2473,25 @@ def test_checkpoints_are_on_the_disk_before_they_have_their_name(tmp_path, paid,
             checked.append(target)
         rename(source, target)
     monkeypatch.setattr(os, "rename", watch)
-    run(tmp_path / "run", "--save-every=1")
-    assert len(checked) == 3 and os.stat(tmp_path / "run").st_ino in synced
+    saving.save()
+    assert len(checked) == 1 and os.stat(saving.out).st_ino in synced
 
 
 @cpu_only
-def test_full_disk_and_folders_that_cannot_be_written(tmp_path, paid, monkeypatch):
+def test_full_disk_and_folders_that_cannot_be_written(tmp_path, saving, monkeypatch):
     """The message says where and how much; the checkpoint before stays, and half a one does not."""
-    out = tmp_path / "run"
-    run(out, "--steps=1", "--save-every=1")
-    trainer = make_run(out, "--resume")
-    trainer.restore()
-    trainer.step = 2
+    out = saving.out
     size = (newest(out) / "optimizer.safetensors").stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)     # files that cannot grow any more: like a full disk
     for room in (size - 1, 1000, 0):
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
         try:
             with pytest.raises(OSError, match=r"step-000002 of .* GiB cannot be written .*: make room, then"):
-                trainer.save()
+                saving.save()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert newest(out).name == "step-000001" and not (out / ".saving").exists()
-    trainer.save()
+    saving.save()
     assert newest(out).name == "step-000002"
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="--out=.*file/run cannot be written .*: give another folder"):
@@ -3146,7 +3149,7 @@ def toy_bench(monkeypatch):
 
 
 @cpu_only
-def test_bench_against_libraries(toy_bench, capsys):
+def test_bench_against_libraries(toy_bench):
     """All rows of kernels: what ours is compared with computes the same, or refuses and is named."""
     table = bench.Table("toy", [], "us")
     for case in bench.PRODUCTS:
@@ -3182,7 +3185,7 @@ def test_bench_rollout_and_update(toy_bench):
     assert all(r["tokens"] == sum(limits) and 0 < r["x_transformers"] < 1 for r in rollouts.rows)
 
 
-def test_bench_rows(tmp_path, capsys):
+def test_bench_rows(tmp_path):
     """New rows take the place of old ones about the same thing, and no others; means are geometric."""
     rows, out = [], str(tmp_path / "rows.json")
     table = bench.Table("gemm", rows, "us", "x_bf16")
