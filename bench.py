@@ -1033,13 +1033,13 @@ def rollout_section(rows, quick):
 BATCH = 4                                 # micro-batches of a batch: 1 update of all, or 4 of one each
 
 
-def trained_model(size, precision, **flags):
+def trained_model(size, precision, kv="bf16", **flags):
     """-> flags, model and optimizer. On one H200 8B runs its layers again in the backward pass, and has
     masters and moments in BF16."""
     large = size == "8B"
     cfg = dataclasses.replace(train.Config(precision=precision, micro_tokens=16384, recompute=large,
                                            states="bf16" if large else "fp32"), **flags)
-    model = random_model(size, precision)
+    model = random_model(size, precision, kv)
     torch.cuda.reset_peak_memory_stats()
     model.recompute = cfg.recompute
     return cfg, model, fp8.AdamW(model.weights(), (0.9, 0.95), 1e-8, 0.0, decay=lambda name: False,
@@ -1138,47 +1138,49 @@ def train_section(rows, quick):
                       x_transformers=rate / theirs)
 
 
-def step_row(table, size, precision, prompts, samples, length, where="", **flags):
+def step_row(table, size, precision, kv, prompts, samples, length, where="", **flags):
     """One GRPO step, rollout and update, as train.py runs it."""
     free_earlier()
     held = torch.cuda.memory_allocated() / 2**30
-    cfg, model, optimizer = trained_model(size, precision, **flags)
+    cfg, model, optimizer = trained_model(size, precision, kv, **flags)
     sampler, one = Sampler(model), torch.ones(1, device=DEVICE)
     needs = train.transient(train.memory(model.config, cfg, cfg.micro_tokens))
     questions = [torch.randint(VOCAB, (128,)).tolist() for _ in range(prompts)]
     tokens = prompts * samples * length
 
-    def update(completions, micro_batches=None):
+    def update(completions, ends=False):
         pairs = [(questions[i // samples], tokens) for i, tokens in enumerate(completions)]
-        for micro in itertools.islice(train.micro_batches(pairs, cfg.micro_tokens), micro_batches):
+        micro_batches = list(train.micro_batches(pairs, cfg.micro_tokens))
+        for micro in micro_batches[::max(1, len(micro_batches) - 1)] if ends else micro_batches:
             loss_of(model, micro, one, tokens).backward()
         optimizer.step(1e-6, 1.0)
         torch.cuda.synchronize()
 
-    # First one token each, and one micro-batch: this compiles, captures and takes its memory.
+    # First one token each, and two micro-batches, of which the last is a short one with kernels of its own:
+    # this compiles, captures and takes its memory.
     sampler.generate(questions, samples, length, stop=range(VOCAB))
     train.hand_over(sampler, needs)
-    update([[0] * length] * (prompts * samples), 1)
+    update([[0] * length] * (prompts * samples), ends=True)
     t0 = time.perf_counter()
     out = sampler.generate(questions, samples, length, stop=[])
     train.hand_over(sampler, needs)
     t1 = time.perf_counter()
     update(out.tokens)
     t2 = time.perf_counter()
-    table.add(f"{prompts * samples} x {length}{where}", size, precision=precision,
+    table.add(f"{prompts * samples} x {length}{where}", size, precision=precision, kv=kv,
               tok_per_s=tokens / (t2 - t0), rollout_s=t1 - t0, update_s=t2 - t1, gib=peak_gib() - held)
 
 
 def step_section(rows, quick):
-    """At 4B and 8B in three precisions; then what fits into 80 GB."""
-    table = Table("step", rows, "precision", "tok_per_s", "rollout_s", "update_s", "gib", "x_bf16",
+    """At 4B and 8B in three precisions, and with FP8 pages; then what fits into 80 GB."""
+    table = Table("step", rows, "precision", "kv", "tok_per_s", "rollout_s", "update_s", "gib", "x_bf16",
                   key="model")
-    for precisions in ("bf16", "fp8"), ("fp8-rollout",):
-        for size, precision in itertools.product(["1.7B"] if quick else ["8B", "4B"], precisions):
-            step_row(table, size, precision, 8, 8, 128 if quick else 4096)
+    flows = ("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8"), ("fp8-rollout", "bf16")
+    for size, flow in itertools.product(["1.7B"] if quick else ["8B", "4B"], flows):
+        step_row(table, size, *flow, 8, 8, 128 if quick else 4096)
     if not quick:
         with only_80_gb():
-            step_row(table, "4B", "fp8", 4, 4, 4096, ", 80 GB", recompute=True, micro_tokens=8192)
+            step_row(table, "4B", "fp8", "bf16", 4, 4, 4096, ", 80 GB", recompute=True, micro_tokens=8192)
 
 
 # ---- mismatch and rules: what lifting one rule of the numerics contract at a time does, and costs ----------

@@ -329,9 +329,9 @@ def quantize_rows_cols_kernel(x, codes, scales, codes_t, scales_t, quads, M, K: 
         row_tile = i * 4 + part // blocks
         quantize_rows_tile(x, codes, scales, quads, row_tile, part % blocks, M, K, X_LINE, CODES_LINE, 32)
     else:
-        # A thread loads four columns at a time (max_contiguous), though eight BF16 numbers would fit: it
+        # A thread loads two columns at a time (max_contiguous), though eight BF16 numbers would fit: it
         # computes the scales of all its columns itself, two divisions for each.
-        k = tl.max_contiguous((part - 4 * blocks) * 32 + tl.arange(0, 32), 4)
+        k = tl.max_contiguous((part - 4 * blocks) * 32 + tl.arange(0, 32), 2)
         tile = load_group(x, None, None, i, k, M, K, X_LINE)
         scale = scale_of(tl.max(tl.max(magnitude(tile), 2), 0))
         store_transposed(tile, scale[None, :, None], codes_t, tl.cdiv(M, 128), i, k, K)
@@ -1226,7 +1226,7 @@ def swiglu_backward_kernel(dy, gate_up, d_gate_up, y, row_scales, codes_t, scale
         y += i.to(tl.int64) * (TILE * K) + j * WIDTH
         tl.store(y + (m[:, None] * K + k), out, mask=(m[:, None] < left) & (k < right))
     else:
-        m, k = 2 * tl.arange(0, 64), tl.max_contiguous(tl.arange(0, WIDTH), 4)  # as in load_group
+        m, k = 2 * tl.arange(0, 64), tl.arange(0, WIDTH)
         x0 = swiglu_backward_tile(dy, gate_up, d_gate_up, m, k, left, right, K)
         x1 = swiglu_backward_tile(dy, gate_up, d_gate_up, m + 1, k, left, right, K)
         scale = block_scale(row_scales, quads, scales_t, scales_line, M, i, j * WIDTH)
@@ -1255,11 +1255,11 @@ def swiglu_backward(dy, gate_up, row_scales):
         y = swiglu_reference(gate_up)
         return swiglu_backward_reference(dy, gate_up), quantize_blocks_t(y, row_scales) if quantize else y
     (M, K), gate_up, dy = dy.shape, gate_up.contiguous(), dy.contiguous()
-    d_gate_up, (tile, width) = torch.empty_like(gate_up), (BLOCK, 32) if quantize else (16, BLOCK)
+    d_gate_up, (tile, width, warps) = torch.empty_like(gate_up), (128, 64, 8) if quantize else (16, 128, 4)
     y, codes, scales = (None, *transposed_outputs(dy)) if quantize else (torch.empty_like(dy), None, None)
     quads, scales_line = (row_scales.stride(0) // 4, scales.stride(0)) if quantize else (0, 0)
     launch(swiglu_backward_kernel, cdiv(M, tile) * cdiv(K, width), dy, gate_up, d_gate_up, y, row_scales,
-           codes, scales, M, quads, scales_line, K, tile, width, num_warps=4)
+           codes, scales, M, quads, scales_line, K, tile, width, num_warps=warps)
     return d_gate_up, (codes, scales) if quantize else y
 
 

@@ -913,7 +913,7 @@ class Tokenizer:
 # pass no faster on an H200 at head size 128, and slower at 64.
 PAGE = 64
 # Keys of one softmax, to be merged with the next: decode runs them side by side. Without, a step of a lone
-# sequence of 16,384 tokens takes 4.3 times as long (`bench.py rules`). With half as many keys it is faster
+# sequence of 16,384 tokens takes 3.4 times as long (`bench.py rules`). With half as many keys it is faster
 # still, but large batches and the forward pass are slower.
 SPLIT = 1024
 VTILE = 256                  # vocabulary columns of one (max, sum) partial in the head

@@ -3173,7 +3173,7 @@ def test_bench_rollout_and_update(toy_bench):
     step, rollouts = (bench.Table(name, [], "x_bf16", key="model") for name in ("step", "rollout"))
     prompts, n, limits = bench.rollout_request(2, 3, 10)
     for precision in ("bf16", "fp8"):
-        bench.step_row(step, "1.7B", precision, 2, 3, 5, micro_tokens=200)
+        bench.step_row(step, "1.7B", precision, "bf16", 2, 3, 5, micro_tokens=200)
         policy = bench.random_model("1.7B", precision, kv=precision)
         bench.rollout_row(rollouts, policy, "1.7B", [p[:9] for p in prompts], n, limits, "2 x 3", theirs=1e9)
         _, policy, optimizer = bench.trained_model("1.7B", precision)
