@@ -30,10 +30,11 @@ or in BF16 with stochastic rounding.
 
 Where this departs from Jet-RL (arXiv 2601.14243), whose recipe it is otherwise: Jet-RL keeps the row-wise
 codes of an activation, and for WGrad quantizes those again, with a scale for every feature and 128 tokens.
-Here the BF16 values, which the layer saves anyway, are quantized once, in blocks. A block's scale costs
-little, as E4M3 is a floating-point format, which holds 15 powers of two with all its bits: less than the
-second rounding does (a test compares them). With a scale for every feature the product would run at three
-quarters of its speed, for want of time to multiply by them.
+Here the BF16 values, which the layer saves anyway, are quantized once, in blocks. With a scale for every
+feature the product would run at three quarters of its speed, for want of time to multiply by them. A block's
+scale costs little, as E4M3 is a floating-point format: what lies within 2^14 of the largest value of a block
+keeps all its bits, which is worth more than what the second rounding takes (a test compares them). What lies
+below 2^18 of it is lost, in a block of 128 features and 128 tokens rather than in a group.
 
 The numerics contract. A row of any result depends on that row alone: not on the number of rows, not on the
 tile that computed it, not on whether the sampler or the trainer asked. Then log-probabilities agree to the
@@ -78,7 +79,7 @@ except ImportError:  # macOS, or a bare CPU machine: the references below are al
         """Stands in for triton.language so that kernel signatures can be parsed; nothing is ever launched."""
         constexpr = staticmethod(lambda value: value)
 
-BLOCK = 128  # one scale per 128 values of a row or 128x128 block of a weight; the K step of every product
+BLOCK = 128  # one scale per 128 values of a row, or per 128x128 block; the K step of every product
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0  # the largest finite E4M3 number; its neighbour above is NaN
 AMAX_FLOOR = 1e-12  # keeps zero blocks from dividing by zero, yet lies far below any gradient worth keeping
@@ -95,8 +96,9 @@ def jit(fn=None, compiler=triton, **options):
 def launch(kernel, programs, *args, waits=False, **options):
     """Run `kernel` on a one-dimensional grid (y and z stop at 65,535), which may be empty; contraction off.
 
-    Widths and distances between rows are compile-time constants, token counts are not even specialized on
-    being 1 or a multiple of 16 (do_not_specialize): which binary runs must not depend on such an accident.
+    Widths and distances between rows are compile-time constants, where tokens do not enter them; token counts
+    are not even specialized on being 1 or a multiple of 16 (do_not_specialize): which binary runs must not
+    depend on such an accident.
     waits: it calls `wait_for_inputs`, and may start early where launches are `overlapped`.
     """
     if waits and overlap:
@@ -410,7 +412,7 @@ def quantize_rows_cols(x):
 
 
 def quantize_cols(x):
-    """The second half of quantize_rows_cols."""
+    """The transpose's codes and scales of quantize_rows_cols alone."""
     return quantize_rows_cols(x)[1]
 
 
@@ -925,7 +927,7 @@ def wgrad(dyt_codes, dyt_scales, xt_codes, xt_scales, out, tile=None):
     if not use_kernels(out):
         out += product_reference(dyt_codes, dyt_scales, xt_codes, xt_scales)
     elif len(dyt_scales):
-        # Where product_kernel's tiles fill less than half of the GPU, the plain ones are half as large.
+        # Where product_kernel's tiles fill less than half of the GPU, plain_kernel has twice as many.
         N, K = out.shape
         fills = 0 < multiprocessors(out.device) <= 2 * cdiv(N, 256) * cdiv(K, BLOCK)
         product(dyt_codes, dyt_scales, xt_codes, xt_scales, None, out, True,
@@ -936,7 +938,7 @@ def product(a_codes, a_scales, b_codes, b_scales, bias, out, add, tile):
     """out = A B^T + bias, or out += A B^T (add), by the kernel that `tile` names."""
     if tile == HOPPER:
         product_hopper(a_codes, a_scales, b_codes, b_scales, bias, out, add)
-    elif tile in DECODE_TILES:
+    elif tile in DECODE_TILES and not add:
         decode_product(a_codes, a_scales, b_codes, b_scales, bias, out, tile)
     else:
         (M, N), (rows, columns, swap, warps, stages) = out.shape, tile
@@ -1279,7 +1281,7 @@ def forward_product(x, w, bias, fp8, dtype):
 
 
 def backward_input(dy, w, bias, fp8):
-    """-> dX = dY W, and dY as WGrad reads it: column-wise (codes, scales) when `fp8`. Adds to bias.grad."""
+    """-> dX = dY W; dY as WGrad reads it: (codes, scales) of its transpose when `fp8`. Adds to bias.grad."""
     dy = dy.contiguous()
     if bias is not None:
         sum_rows(dy, bias.gradient())

@@ -217,12 +217,14 @@ def test_gradients_against_fp64(M):
 
 def test_one_rounding_in_blocks_is_closer_than_two_in_groups():
     """WGrad's X^T in 128x128 blocks of BF16 values, against groups of 128 tokens: of the same values, and, as
-    in Jet-RL, of what a row-wise quantization has left of them. Features differ in size by 100."""
+    in Jet-RL, of what a row-wise quantization has left of them. Features differ in size by 100, one value is
+    an outlier."""
     dy = torch.randn(1024, 256).bfloat16()
     x = (torch.randn(1024, 256) * 10 ** (2 * torch.rand(256))).bfloat16()
+    x[0, 0] = 1e4
     left = dequantize_rows(*fp8.quantize_cols(dy)).double()
     codes, scales = fp8.quantize_rows(x)
-    error = lambda xt: relative(left @ xt.double().t(), dy.double().t() @ x.double())
+    error = lambda xt: relative((left @ xt.double().t())[:, 1:], (dy.double().t() @ x.double())[:, 1:])
     blocks = error(fp8.dequantize_blocks(*fp8.quantize_blocks_t(x, scales)))
     once = error(dequantize_rows(*fp8.quantize_cols(x)))
     twice = error(dequantize_rows(*fp8.quantize_cols(dequantize_rows(codes, scales))))
@@ -460,7 +462,7 @@ def test_kernel_products_fuzz():
         product(dy, turned, None, tiles[:1] + hopper, values(*dy), w64.t(), "dX, " + what)
 
         dyt = cut(fp8.quantize_cols(wild(N + skip_n, M + skip_x, 1).t()), skip_n, skip_x // 128 * 128)
-        xt = wild(K + skip_k, M + skip_x, 1).t()
+        xt = wild(M + skip_x, K + skip_k, 128)
         codes, scales = fp8.quantize_blocks_t(xt, fp8.quantize_rows(xt)[1])
         xt = codes[skip_k:, skip_x // 128 * 128:], scales[skip_k // 128:, skip_x // 128:]
         start = torch.randn(N, K, device=DEVICE)
@@ -828,14 +830,18 @@ def test_kernel_embed():
 
 def beside(*arguments, **environment):
     """Python in a process of its own that runs beside the tests."""
-    return subprocess.Popen([sys.executable, *arguments], cwd=HERE, env=ONE_THREAD | environment, text=True,
-                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    text = tempfile.TemporaryFile("w+")          # a pipe that nobody reads would stop it when full
+    return text, subprocess.Popen([sys.executable, *arguments], cwd=HERE, env=ONE_THREAD | environment,
+                                  stdin=subprocess.DEVNULL, stdout=text, stderr=subprocess.STDOUT)
 
 
-def output(process):
-    text, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, text[-5000:]
-    return text
+def output(started):
+    text, process = started
+    process.wait(timeout=900)
+    text.seek(0)
+    said = text.read()
+    assert process.returncode == 0, said[-5000:]
+    return said
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -852,7 +858,7 @@ def background(request, tmp_path_factory):
                 runs[name] = beside(*command, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("cache")))
     yield runs
     for run in runs.values():
-        run.kill()
+        run[1].kill()
 
 
 class StubDriver:
@@ -1013,17 +1019,18 @@ def test_every_kernel_builds_for_hopper(background, module):
     assert set(re.findall(r"BUILT (\w+)", built)) == names
 
 
-@pytest.mark.parametrize("changes,capability,words", [
-    ({}, (8, 6), ("compute capability 8.9", "8.6", "--precision=bf16 --kv=bf16")),
-    ({"head_dim": 48}, (9, 0), ("head_dim 48", "16, 32, 64, 128", "--device=cpu")),
-    ({"num_attention_heads": 34}, (9, 0), ("34 query heads over 2 key heads", "16")),
-    ({"hidden_size": 60}, (9, 0), ("hidden_size 60", "multiples of 8"))])
-def test_gpu_refuses_before_weights_are_loaded(monkeypatch, changes, capability, words):
+@pytest.mark.parametrize("changes,capability,dtype,words", [
+    ({}, (8, 6), BF16, ("compute capability 8.9", "8.6", "--precision=bf16 --kv=bf16")),
+    ({}, (9, 0), FP32, ("torch.float32", "torch.bfloat16")),
+    ({"head_dim": 48}, (9, 0), BF16, ("head_dim 48", "16, 32, 64, 128", "--device=cpu")),
+    ({"num_attention_heads": 34}, (9, 0), BF16, ("34 query heads over 2 key heads", "16")),
+    ({"hidden_size": 60}, (9, 0), BF16, ("hidden_size 60", "multiples of 8"))])
+def test_gpu_refuses_before_weights_are_loaded(monkeypatch, changes, capability, dtype, words):
     found = {"is_available": True, "get_device_capability": capability, "get_device_name": "X"}
     for name, value in found.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     with pytest.raises((ValueError, RuntimeError)) as error:
-        model.check_device(torch.device("cuda"), "fp8", tiny_config(**changes), "bf16", BF16)
+        model.check_device(torch.device("cuda"), "fp8", tiny_config(**changes), "bf16", dtype)
     assert all(word in str(error.value) for word in words)
 
 
@@ -2201,8 +2208,9 @@ def test_smallest_pool_that_is_accepted(tiny):
     for length, limit in [(1, 64), (64, 1), (64, 65), (65, 3)]:
         prompt = some_prompts([length])[0]
         pages = rollout.pages_for(length + limit - 1) + 2
-        result = Sampler(tiny, max_slots=4, pages=pages).generate([prompt] * 2, 2, limit, seed=1, stop=[])
-        assert [len(t) for t in result.tokens] == [limit] * 4
+        small, large = (Sampler(tiny, max_slots=4, pages=n).generate([prompt] * 2, 2, limit, seed=1, stop=[])
+                        for n in (pages, 99))
+        assert small.tokens == large.tokens and [len(t) for t in small.tokens] == [limit] * 4
         with pytest.raises(ValueError, match="pages"):
             Sampler(tiny, pages=pages - 1).generate([prompt], 1, limit)
 
@@ -2412,7 +2420,7 @@ def test_killed_runs_go_on(tmp_path, paid):
     lines = lambda: log.read_text().count("\n") if log.exists() else 0
     run(tmp_path / "whole", *flags)
     for _ in range(KILLS):
-        process, goal = start(killed, *flags), lines() + random.randint(3, 5)
+        process, goal = start(killed, *flags), lines() + random.randint(5, 7)     # four lines before a save
         while lines() < goal and process.poll() is None:
             time.sleep(0.005)
         time.sleep(0.1 * random.random())
@@ -2983,8 +2991,8 @@ def finished(process, seconds=120):
 def test_ranks_sample_and_learn_what_one_process_does(tmp_path, paid, capsys, count, precision, limit):
     """The same completions, printed sample and evaluation, nearly the same gradient; and all bits again.
 
-    Adam's first moment after one step is the gradient. Sequences are packed otherwise. In `fp8` the groups of
-    128 tokens that share a scale in a weight gradient are others: the limit is the quantization error. In
+    Adam's first moment after one step is the gradient. Sequences are packed otherwise. In `fp8` the 128
+    tokens that share scales in a weight gradient are others: the limit is the quantization error. In
     `bf16` what is rounded to BF16 belongs to one token, and sums over tokens are FP32: their order differs.
     """
     flags = [*SHORT, f"--precision={precision}"]
@@ -3200,8 +3208,11 @@ def test_bench_rows(tmp_path):
     assert found["gemm", "fprop", "geometric mean"]["x_bf16"] == pytest.approx(4)
 
 
-@pytest.mark.parametrize("command", re.findall("^python bench.py (plot .+)",
-                                               (HERE / "assets/README.md").read_text(), re.M))
+PLOTS = re.findall("^python bench.py (plot .+)", (HERE / "assets/README.md").read_text(), re.M)
+assert PLOTS, "assets/README.md has lost its commands"
+
+
+@pytest.mark.parametrize("command", PLOTS)
 def test_figures_are_drawn_from_committed_logs(tmp_path, monkeypatch, command):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.chdir(HERE)

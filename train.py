@@ -168,6 +168,8 @@ def check(cfg):
     refuse(cfg.lr_decay > 1, f"--lr-decay={cfg.lr_decay}: a share is 1 at most")
     refuse(cfg.updates > cfg.prompts,
            f"--updates={cfg.updates}: each needs a problem of --prompts={cfg.prompts}")
+    refuse(max(cfg.samples, cfg.eval_samples) > 2**16,
+           f"--samples={cfg.samples}, --eval-samples={cfg.eval_samples}: at most {2**16} each")
     refuse(cfg.drop_equal and cfg.kl, f"--drop-equal leaves out what --kl={cfg.kl} learns from: drop one")
     refuse(cfg.tis and cfg.precision != "fp8-rollout",
            f"--tis={cfg.tis} is for --precision=fp8-rollout, not {cfg.precision}")
@@ -397,7 +399,7 @@ class Run:
         # What depends on the clock is rank 0's: the default name of the folder, the date in chat templates.
         cfg.out, now = self.ranks.gather([cfg.out, self.tokenizer.now.isoformat()])[0]
         self.out, self.tokenizer.now = Path(cfg.out), datetime.datetime.fromisoformat(now)
-        self.longest = self.leave_out_long_problems(config) + cfg.max_new_tokens - 1    # to feed
+        self.longest = self.leave_out_long_problems(config)
         self.estimate_memory(config)
         if cfg.model:
             model_file.read_tensors(folder, config)    # checks the files: before memory is taken
@@ -442,7 +444,7 @@ class Run:
 
     def leave_out_long_problems(self, config):
         """Those whose completion may not fit the context: said now, not cut in silence later. Ids that the
-        model does not have are refused. -> tokens of the longest prompt of those that stay"""
+        model does not have are refused. -> tokens to feed of the longest sequence of those that stay"""
         cfg, most, task, longest = self.cfg, config.max_position_embeddings, self.task, 0
         refuse(not self.tokenizer.eos_ids, f"{cfg.model}: no file names an end-of-text id, so no completion "
                                            "would end: put eos_token_id into generation_config.json")
@@ -460,13 +462,15 @@ class Run:
                    + ("a lower --difficulty" if drawn else "shorter ones"))
             if left_out:
                 print(f"note: {what}: they are left out")
+            lengths = [len(prompt) + max(cfg.max_new_tokens, len(solution)) - 1
+                       for prompt, solution, fit in zip(prompts, solutions, fits) if fit]
             examples[:], prompts = itertools.compress(examples, fits), list(itertools.compress(prompts, fits))
             try:
                 check_request(config, prompts, 1, cfg.max_new_tokens, 1.0, cfg.seed,
                               self.tokenizer.eos_ids, None)
             except ValueError as error:
                 raise ValueError(f"{cfg.model or 'the small model'}, problems of --task={cfg.task}: {error}")
-            longest = max(longest, *map(len, prompts))
+            longest = max(longest, *lengths)
         return longest
 
     def estimate_memory(self, config):
