@@ -32,9 +32,9 @@ Where this departs from Jet-RL (arXiv 2601.14243), whose recipe it is otherwise:
 codes of an activation, and for WGrad quantizes those again, with a scale for every feature and 128 tokens.
 Here the BF16 values, which the layer saves anyway, are quantized once, in blocks. With a scale for every
 feature the product would run at three quarters of its speed, for want of time to multiply by them. A block's
-scale costs little, as E4M3 is a floating-point format: what lies within 2^14 of the largest value of a block
-keeps all its bits, which is worth more than what the second rounding takes (a test compares them). What lies
-below 2^18 of it is lost, in a block of 128 features and 128 tokens rather than in a group.
+scale costs little, as E4M3 is a floating-point format: values down to 2^-14 of the largest in their block keep
+all their bits, and not to round twice is worth more (a test compares). Values below 2^-18 of it are lost, in a
+block of 128 features and 128 tokens rather than in a group.
 
 The numerics contract. A row of any result depends on that row alone: not on the number of rows, not on the
 tile that computed it, not on whether the sampler or the trainer asked. Then log-probabilities agree to the
