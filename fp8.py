@@ -13,12 +13,12 @@ fresh for every tensor: nothing to calibrate, no history to keep. Gradients are 
 every 128 values the range of E5M2 is not needed, while the mantissa bit that it gives up would be missed.
 
 Layout. Hopper's FP8 tensor cores read both operands contiguous along the contracted axis, and no two of the
-products contract the same one. So an activation is quantized twice: row-wise for FProp, and transposed for
-WGrad, where the scale of a block is the largest of its tokens' row-wise ones. dY is read once and written in
-both directions. A weight is stored once: a square block has one scale whichever way it is turned, so the
-backward pass transposes the codes, a layer at a time.
-Scales lie with tokens (or features) contiguous, one line for each group of 128. Rows of codes start on 16
-bytes, as the TMA unit demands. Tokens are padded to 128 with exact zeros, which add nothing to a sum.
+products contract the same one. So a BF16 activation is quantized in two layouts: row-wise for FProp, and
+transposed for WGrad, where the scale of a block is the largest of its tokens' row-wise ones. dY is read once
+and written in both. A weight is stored once: a square block has one scale whichever way it is turned, so the
+backward pass transposes the codes, a layer at a time. Scales lie with tokens (or features) contiguous, one
+line for each group of 128. Rows of codes start on 16 bytes, as the TMA unit demands. Tokens are padded to 128
+with exact zeros, which add nothing to a sum.
 
 What sampler and trainer share: everything on the way to a log-probability. The same buffers of codes, written
 once an update; the same norm, SwiGLU and quantizer kernels; the same product. The sampler runs the trainer's
@@ -30,11 +30,11 @@ or in BF16 with stochastic rounding.
 
 Where this departs from Jet-RL (arXiv 2601.14243), whose recipe it is otherwise: Jet-RL keeps the row-wise
 codes of an activation, and for WGrad quantizes those again, with a scale for every feature and 128 tokens.
-Here the BF16 values, which the layer saves anyway, are quantized once, in blocks. With a scale for every
-feature the product would run at three quarters of its speed, for want of time to multiply by them. A block's
-scale costs little, as E4M3 is a floating-point format: values down to 2^-14 of the largest in their block keep
-all their bits, and not to round twice is worth more (a test compares). Values below 2^-18 of it are lost, in a
-block of 128 features and 128 tokens rather than in a group.
+Here WGrad's operand comes straight from the BF16 values, which the layer saves anyway, and in blocks. With a
+scale for every feature a product runs at three quarters of its speed (cuBLASLt's does: bench.py gemm), for
+want of time to multiply by them. A block's scale costs little, as E4M3 is a floating-point format: values
+down to 2^-14 of the largest in their block keep all their bits, and not to round twice is worth more (a test
+compares). Values below 2^-18 of it are lost, in a block of 128 x 128 rather than in a group of 128.
 
 The numerics contract. A row of any result depends on that row alone: not on the number of rows, not on the
 tile that computed it, not on whether the sampler or the trainer asked. Then log-probabilities agree to the
@@ -57,8 +57,8 @@ Attention and the head keep the like (model.py, where their kernels begin), and 
 (rollout.py).
 
 Each topic comes in one order: torch reference (the specification, and all that a CPU needs), Triton kernel,
-wrapper that picks one of the two. The products have two more kernels, in Gluon and for Hopper alone, which
-are faster and give the plain one's bits. Autograd joins the topics near the end.
+wrapper that picks one of the two. The product has two more kernels, in Gluon and for Hopper alone, which are
+faster and give the plain one's bits. Autograd joins the topics near the end.
 """
 
 import contextlib
@@ -252,11 +252,12 @@ def store_rows(x, codes, scales, quads, group, m, k, M, K: tl.constexpr, CODES_L
 
 @jit
 def store_transposed(x, scale, codes, groups, group, k, K: tl.constexpr):
-    """Store the codes of a group of 128 tokens, columns k, transposed; groups * 128 codes a line.
+    """Store the codes of a group of 128 tokens, columns k, transposed; groups * 128 codes a line. scale: one
+    for all, or (1, columns, 1).
 
-    x is an FP32 tile (128 / n, columns, n), token a * n + b at [a, :, b], which tl.join made of n tiles. So
-    the codes of n neighbours lie side by side in one thread, and go through shared memory as one word: byte
-    by byte, the transposition would take longer than all of the rest.
+    x is an FP32 tile (128 / n, columns, n), token a * n + b at [a, :, b], which tl.join made of n = 2 or 4
+    tiles. So the codes of n neighbours lie side by side in one thread, and go through shared memory as one
+    word: byte by byte, the transposition would take longer than all of the rest.
     """
     q = codes_of(x, scale).permute(1, 0, 2).reshape(x.shape[1], 128)
     # No mask on tokens: the padding was loaded as zeros, and is stored as zeros.
@@ -267,7 +268,8 @@ def store_transposed(x, scale, codes, groups, group, k, K: tl.constexpr):
 @jit
 def block_scale(row_scales, quads, scales, scales_line, M, i, k0):
     """The scale of group i of 128 tokens by the 128 features around k0: the largest of the tokens' own, as
-    quantize_rows gave them, for rounding keeps the order. The program at its first feature stores it."""
+    quantize_rows gave them (quads * 4 a line), for rounding keeps the order. The program at the block's first
+    feature stores it, at `scales` (K/128, groups) with scales_line a line."""
     m, block = i * 128 + tl.arange(0, 128), k0 // 128
     own = tl.load(row_scales + block * (quads * 4) + m, mask=m < M, other=0)
     scale = tl.max(magnitude(own), 0).to(tl.float32, bitcast=True)
@@ -384,7 +386,7 @@ def row_outputs(x):
     return empty_codes(*x.shape, x.device), empty_scales(cdiv(x.shape[1], BLOCK), x.shape[0], x.device)
 
 
-def transposed_outputs(x):
+def block_outputs_t(x):
     K, groups = x.shape[1], cdiv(x.shape[0], BLOCK)
     return empty_codes(K, groups * BLOCK, x.device), empty_scales(cdiv(K, BLOCK), groups, x.device)
 
@@ -417,11 +419,13 @@ def quantize_cols(x):
 
 
 def quantize_blocks_t(x, row_scales, norm_w=None, rstd=None):
-    """x (M, K) and the scales of quantize_rows(x) -> codes (K, Mp) E4M3 of its transpose, with one scale per
-    128x128 block, (K/128, Mp/128). With norm_w (K,), rstd (M,): of the output of that norm."""
+    """x (M, K) -> codes (K, Mp) E4M3 of its transpose, scales (ceil(K/128), Mp/128) FP32, one per 128x128
+    block. With norm_w (K,), rstd (M,): of the output of that norm. row_scales (ceil(K/128), M) FP32 are what
+    quantize_rows gives for these very values: the largest in a block is its own, a smaller one would
+    overflow. (The reference takes the block's amax again: the same number.)"""
     if not use_kernels(x):
         return quantize_blocks_t_reference(x if rstd is None else norm_output_reference(x, rstd, norm_w))
-    (M, K), x, out = x.shape, unit_stride(x), transposed_outputs(x)
+    (M, K), x, out = x.shape, unit_stride(x), block_outputs_t(x)
     launch(quantize_blocks_t_kernel, cdiv(M, BLOCK) * cdiv(K, 64), x, norm_w, rstd, row_scales, *out,
            row_scales.stride(0) // 4, M, out[1].stride(0), K, x.stride(0), 64, num_warps=4)
     return out
@@ -531,7 +535,7 @@ def plain_kernel(a_codes, b_codes, a_scales, b_scales, bias, out, M, blocks, a_q
 
 
 # On Hopper, and for many rows, there is a faster kernel, with the bits of the one above, which remains the
-# one to read (FProp on an H200, 8192 tokens, N = K = 4096: 1276 TFLOPS, the plain one 775). Plain Triton runs
+# one to read (FProp on an H200, 8192 tokens, N = K = 4096: 1283 TFLOPS, the plain one 765). Plain Triton runs
 # the same code in all warps of a program. Here they have roles:
 #
 #   loader, one warp             lets the TMA unit fill a ring of stages in shared memory, a tile's block of K
@@ -1258,7 +1262,7 @@ def swiglu_backward(dy, gate_up, row_scales):
         return swiglu_backward_reference(dy, gate_up), quantize_blocks_t(y, row_scales) if quantize else y
     (M, K), gate_up, dy = dy.shape, gate_up.contiguous(), dy.contiguous()
     d_gate_up, (tile, width, warps) = torch.empty_like(gate_up), (128, 64, 8) if quantize else (16, 128, 4)
-    y, codes, scales = (None, *transposed_outputs(dy)) if quantize else (torch.empty_like(dy), None, None)
+    y, codes, scales = (None, *block_outputs_t(dy)) if quantize else (torch.empty_like(dy), None, None)
     quads, scales_line = (row_scales.stride(0) // 4, scales.stride(0)) if quantize else (0, 0)
     launch(swiglu_backward_kernel, cdiv(M, tile) * cdiv(K, width), dy, gate_up, d_gate_up, y, row_scales,
            codes, scales, M, quads, scales_line, K, tile, width, num_warps=warps)

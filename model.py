@@ -141,8 +141,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def decode(self, tokens, positions, caches, page_table, lengths, slots):
-        """One token of each of B sequences: tokens (B,), positions (B,) int32 -> hidden (B, C). Its k and v
-        are written to slots (B,) first, so lengths (B,) int32 count it. A CUDA graph can hold all of it."""
+        """One token of each of B sequences: tokens (B,) int64, positions (B,) int32 -> hidden (B, C). Its k
+        and v are written to slots (B,) int64 first, so lengths (B,) int32 count it. page_table (B, pages)
+        int32. A CUDA graph can hold all of it."""
         quantized = self.precision != "bf16"
         attend = lambda q, k, v, cache: paged_attention(q, cache, page_table, lengths, quantized)
         return self._run(tokens, positions, attend, quantized, caches, slots)

@@ -127,7 +127,7 @@ class Config:
 def parse(argv):
     """Command line -> Config. An unknown flag is refused with the nearest name."""
     fields = dataclasses.fields(Config)
-    parser = Parser(description=__doc__, allow_abbrev=False,
+    parser = Parser(description=__doc__.split("\n\nThis file")[0], allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in fields:
         takes = (dict(action=argparse.BooleanOptionalAction) if f.type is bool else
@@ -800,6 +800,8 @@ def header(run, resumed):
     print(" ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items() if v not in ("", None)))
     if resumed:
         print(f"resumed from {resumed}")
+    elif cfg.resume:
+        print(f"note: no checkpoint in --out={cfg.out}: this starts anew")
     sft = f"{cfg.sft_steps} supervised steps, then " if cfg.sft_steps and not resumed else ""
     print(f"plan: {sft}{cfg.steps} GRPO steps of {cfg.prompts} problems x {cfg.samples} completions of up to "
           f"{cfg.max_new_tokens} tokens;\n      |d| is the gap between the log-probs of sampler and trainer"
