@@ -29,6 +29,7 @@ key/value heads, D head size, L layers, T packed tokens, C hidden size, V vocabu
 """
 
 import argparse
+import difflib
 import itertools
 import math
 import sys
@@ -614,9 +615,14 @@ def check_request(config, prompts, n, max_new_tokens, temperature, seed, stop, k
 # ---- the command line: talk to a checkpoint --------------------------------------------------------------
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError, one line, where argparse would print all of its usage and exit."""
+    """Raises ValueError, one line, where argparse would print all of its usage and exit. An unknown flag is
+    refused with the nearest name."""
 
     def error(self, message):
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].split("=")[0], self._option_string_actions, 1)
+            message = f"unknown argument '{unknown[0]}'" + (f": did you mean {near[0]}?" if near else "")
         raise ValueError(f"{message} (--help lists the flags)")
 
 

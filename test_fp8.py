@@ -2652,7 +2652,8 @@ def test_bad_flags_are_refused(tmp_path, monkeypatch, flags, words):
 @pytest.mark.parametrize("program, flags, words", [
     ("train", ["--model=/no/where"], "no folder /no/where"), ("train", ["--steps=x"], "invalid int"),
     ("rollout", ["--prompt=x"], "--model"), ("rollout", ["--model=/no", "--prompt=x"], "/no"),
-    ("bench", ["gem"], "did you mean gemm"),
+    ("rollout", ["--model=x", "--prompt=x", "--sed=1"], "'--sed=1': did you mean --seed"),
+    ("bench", ["gem"], "did you mean gemm"), ("bench", ["gemm", "--oot=x"], "'--oot=x': did you mean --out"),
     ("bench", ["plot", "/no/where"], "/no/where"),
 ])
 def test_errors_are_two_lines(program, flags, words, monkeypatch):

@@ -15,7 +15,6 @@ every token of each step's first update, and a difference stops the run.
 import argparse
 import dataclasses
 import datetime
-import difflib
 import importlib.util
 import itertools
 import json
@@ -125,11 +124,10 @@ class Config:
 
 
 def parse(argv):
-    """Command line -> Config. An unknown flag is refused with the nearest name."""
-    fields = dataclasses.fields(Config)
+    """Command line -> Config."""
     parser = Parser(description=__doc__.split("\n\nThis file")[0], allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    for f in fields:
+    for f in dataclasses.fields(Config):
         takes = (dict(action=argparse.BooleanOptionalAction) if f.type is bool else
                  dict(type=f.type, choices=f.metadata["choices"]))
         shown = f.default
@@ -137,12 +135,7 @@ def parse(argv):
             words = "{}", "on a CPU {}", "with --model {}"
             shown = "; ".join(word.format(value) for word, value in zip(words, shown) if value is not None)
         parser.add_argument(flag(f.name), default=f.default, help=f"{f.metadata['help']} [{shown}]", **takes)
-    known, unknown = parser.parse_known_args(argv)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], [flag(f.name) for f in fields], 1)
-        hint = f"did you mean {near[0]}?" if near else "see --help"
-        raise ValueError(f"unknown argument '{unknown[0]}': {hint}")
-    cfg = Config(**vars(known))
+    cfg = Config(**vars(parser.parse_args(argv)))
     cfg.device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
     which = 2 if cfg.model else 1 if cfg.device == "cpu" else 0
     for name, value in vars(cfg).items():
