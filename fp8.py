@@ -554,6 +554,9 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
     # Its name in triton 3.9, and the one before.
     tma_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+    # Of a tile of codes, and of a line of scales, in shared memory.
+    CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 except (ImportError, AttributeError):  # no triton, or one without Gluon or with other names in it
     gluon, gl = None, tl
 
@@ -704,13 +707,11 @@ def product_hopper(a_codes, a_scales, b_codes, b_scales, bias, out, add):
         b_scales = b_scales.t()
     if b_scales.stride(1) != 1 or b_scales.stride(0) % 4 or b_scales.data_ptr() % 16:  # no lines for TMA
         b_scales = empty_scales(*b_scales.shape, b_scales.device).copy_(b_scales)
-    codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     launch(product_kernel, min(cdiv(M, 256) * cdiv(N, BLOCK), multiprocessors(out.device)),
-           GluonDescriptor.from_tensor(a_codes, [256, BLOCK], codes),
-           GluonDescriptor.from_tensor(b_codes, [BLOCK, BLOCK], codes),
-           GluonDescriptor.from_tensor(a_scales, [1, 256], scales),
-           GluonDescriptor.from_tensor(b_scales, [1, 32], scales),
+           GluonDescriptor.from_tensor(a_codes, [256, BLOCK], CODES_LAYOUT),
+           GluonDescriptor.from_tensor(b_codes, [BLOCK, BLOCK], CODES_LAYOUT),
+           GluonDescriptor.from_tensor(a_scales, [1, 256], SCALES_LAYOUT),
+           GluonDescriptor.from_tensor(b_scales, [1, 32], SCALES_LAYOUT),
            bias, out, M, blocks, N, add, turned, num_warps=4, maxnreg=168)
 
 
@@ -873,12 +874,10 @@ def decode_product(x_codes, x_scales, w_codes, w_scales, bias, y, tile):
     """Launch decode_kernel with one of DECODE_TILES."""
     (M, N), K, (tokens, features), (step, stages, _) = y.shape, w_codes.shape[1], tile, DECODE_TILES[tile]
     rows = min(tokens, max(8, triton.next_power_of_2(M)))  # of X to load: few of them zeros
-    codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    scales = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     launch(decode_kernel, min(cdiv(M, tokens) * cdiv(N, features), multiprocessors(y.device)),
-           GluonDescriptor.from_tensor(x_codes, [rows, BLOCK], codes),
-           GluonDescriptor.from_tensor(w_codes, [features, BLOCK], codes),
-           GluonDescriptor.from_tensor(x_scales, [1, tokens], scales),
+           GluonDescriptor.from_tensor(x_codes, [rows, BLOCK], CODES_LAYOUT),
+           GluonDescriptor.from_tensor(w_codes, [features, BLOCK], CODES_LAYOUT),
+           GluonDescriptor.from_tensor(x_scales, [1, tokens], SCALES_LAYOUT),
            w_scales, bias, y, M, N, K, *w_scales.stride(), tokens, features, step, stages,
            num_warps=4, maxnreg=168, waits=True)
 
