@@ -682,38 +682,39 @@ class Run:
                        if isinstance(v, (int, float))})
 
     def save(self):
-        """A checkpoint of this step, unless there is one: rank 0 writes, the others wait. -> its folder
-
-        That is the policy as a Hugging Face folder, optimizer and state of the run beside it. All is written
-        into a folder of another name, and only when the disk itself has it, the rename makes it a checkpoint:
-        whole or not at all, also if the power fails. Older ones go after that.
-        """
+        """A checkpoint of this step, unless there is one: rank 0 writes, the others wait. -> its folder"""
         out, folder, part = self.out, self.out / f"step-{self.step:06d}", self.out / ".saving"
-        if self.ranks.rank == 0 and not folder.is_dir():
-            if not all(master.isfinite().all() for master in self.optimizer.master.values()):
-                raise RuntimeError("the weights are not finite, the last checkpoint stays: lower --lr")
-            try:
-                shutil.rmtree(part, ignore_errors=True)
-                self.model.save_pretrained(part, self.optimizer.master.items())
-                self.tokenizer.save(part)
-                save_file(self.optimizer.state(), part / "optimizer.safetensors")
-                state = {"step": self.step, "skipped": self.skipped, "silent": self.silent,
-                         "logged": self.logged, "now": self.tokenizer.now.isoformat()}
-                (part / "state.json").write_text(json.dumps(state))
-                sync(part, out)
-                os.rename(part, folder)
-                sync(out)
-            except (OSError, SafetensorError) as error:
-                shutil.rmtree(part, ignore_errors=True)          # it would keep a full disk full
-                raise OSError(f"{folder} of {gib(self.checkpoint_bytes)} cannot be written ({error}): make "
-                              "room, then the same command with --resume goes on from the one "
-                              "before") from None
+        if self.ranks.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)                  # what a killed save or removal has left
+            if not folder.is_dir():
+                self.write_checkpoint(part, folder)
             for old in checkpoints(out)[:-self.cfg.keep]:
                 # By a rename first: what is left of a removal that is killed must not look like a checkpoint.
                 os.rename(out / old, part)
                 shutil.rmtree(part)
         self.ranks.gather(None)
         return folder
+
+    def write_checkpoint(self, part, folder):
+        """The policy as a Hugging Face folder, optimizer and state of the run beside it. All is written into
+        `part`, and only when the disk itself has it, the rename makes it a checkpoint: whole or not at all,
+        also if the power fails."""
+        if not all(master.isfinite().all() for master in self.optimizer.master.values()):
+            raise RuntimeError("the weights are not finite, the last checkpoint stays: lower --lr")
+        try:
+            self.model.save_pretrained(part, self.optimizer.master.items())
+            self.tokenizer.save(part)
+            save_file(self.optimizer.state(), part / "optimizer.safetensors")
+            state = {"step": self.step, "skipped": self.skipped, "silent": self.silent,
+                     "logged": self.logged, "now": self.tokenizer.now.isoformat()}
+            (part / "state.json").write_text(json.dumps(state))
+            sync(part, self.out)
+            os.rename(part, folder)
+            sync(self.out)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(part, ignore_errors=True)                  # it would keep a full disk full
+            raise OSError(f"{folder} of {gib(self.checkpoint_bytes)} cannot be written ({error}): make room, "
+                          "then the same command with --resume goes on from the one before") from None
 
     def restore(self):
         """Go on from the newest checkpoint, if any: same weights, moments, counters, so the same bits."""
