@@ -509,18 +509,11 @@ def deepgemm(a, scale_a, b, scale_b, blocks):
     return {"deepgemm": lambda: (product(left, right, out, **options), out)[1]}
 
 
-def plain_tile(M):
-    """The fastest tile of the plain kernel for M tokens: a few of them are narrow, and features the rows."""
-    if M > 128:
-        return 128, 128, False, 8, 4
-    return (16, 64, True, 4, 8) if M <= 16 else (32, 64, True, 4, 8) if M <= 32 else (64, 64, True, 4, 6)
-
-
 def row_calls(x, w, codes, scales):
     """x w^T -> {who: call}; w (N, K) is given in BF16 and as codes."""
     q, s = fp8.quantize_rows(x)
     return {"ours": lambda: fp8.fprop(q, s, codes, scales),
-            "plain": lambda: fp8.fprop(q, s, codes, scales, tile=plain_tile(len(x))),
+            "plain": lambda: fp8.fprop(q, s, codes, scales, tile=fp8.plain_tile(len(x))),
             "bf16": lambda: torch.mm(x, w.t()), **cublaslt(q, s, codes, scales, blocks=True),
             **deepgemm(q, s, codes, scales, blocks=True)}
 
@@ -1151,7 +1144,7 @@ def step_row(table, size, precision, kv, prompts, samples, length, where="", **f
     def update(completions, ends=False):
         pairs = [(questions[i // samples], tokens) for i, tokens in enumerate(completions)]
         micro_batches = list(train.micro_batches(pairs, cfg.micro_tokens))
-        for micro in micro_batches[::max(1, len(micro_batches) - 1)] if ends else micro_batches:
+        for micro in (micro_batches[0], micro_batches[-1]) if ends else micro_batches:
             loss_of(model, micro, one, tokens).backward()
         optimizer.step(1e-6, 1.0)
         torch.cuda.synchronize()

@@ -201,8 +201,13 @@ def quantize_rows_reference(x):
     return codes, scales
 
 
+def transposed_reference(x):
+    """x (M, K) -> FP32 (K, Mp): tokens are padded to 128 with zeros."""
+    return F.pad(x.float(), (0, 0, 0, -x.shape[0] % BLOCK)).t().contiguous()
+
+
 def quantize_cols_reference(x):
-    return quantize_rows_reference(F.pad(x.float(), (0, 0, 0, -x.shape[0] % BLOCK)).t().contiguous())
+    return quantize_rows_reference(transposed_reference(x))
 
 
 def quantize_blocks_reference(w):
@@ -213,7 +218,7 @@ def quantize_blocks_reference(w):
 
 
 def quantize_blocks_t_reference(x):
-    return quantize_blocks_reference(F.pad(x.float(), (0, 0, 0, -x.shape[0] % BLOCK)).t().contiguous())
+    return quantize_blocks_reference(transposed_reference(x))
 
 
 @jit
@@ -882,27 +887,29 @@ def decode_product(x_codes, x_scales, w_codes, w_scales, bias, y, tile):
            num_warps=4, maxnreg=168, waits=True)
 
 
-def fprop_tile(M, N, device):
-    """The kernel and its tile: HOPPER, one of DECODE_TILES, or (rows, columns, swap, warps, stages) of
-    plain_kernel. Any choice gives the same bits, this one is for speed.
+SQUARE = 128, 128, False, 8, 4  # (rows, columns, swap, warps, stages) of plain_kernel for many rows
 
-    On a Hopper GPU, the one that is through first if every multiprocessor takes one tile after another. For
-    plain_kernel: few tokens are bound by reading W, so many narrow programs and deep pipelines keep many
-    loads in flight; with many tokens the square tile reuses most.
-    """
+
+def plain_tile(M):
+    """The same for M rows. A few are bound by reading B, so many narrow programs and deep pipelines keep many
+    loads in flight; with many the square tile reuses most."""
+    if M > 128:
+        return SQUARE
+    rows = 16 if M <= 16 else 32 if M <= 32 else 64
+    return rows, 64, True, 4, 8 if rows < 64 else 6
+
+
+def fprop_tile(M, N, device):
+    """The kernel and its tile: HOPPER, one of DECODE_TILES, or a `plain_tile`. Any choice gives the same
+    bits, this one is for speed: on a Hopper GPU, the one that is through first if every multiprocessor takes
+    one tile after another."""
     processors = multiprocessors(device)
     if processors:
         rounds = lambda tokens, features: cdiv(cdiv(M, tokens) * cdiv(N, features), processors)
         times = {tile: rounds(*tile) * time for tile, (_, _, time) in DECODE_TILES.items()}
         times[HOPPER] = rounds(256, 128) * HOPPER_TIME
         return min(times, key=times.get)
-    if M <= 128:
-        tokens = max(16, min(64, triton.next_power_of_2(M)))
-        return tokens, 64, True, 4, 8 if tokens < 64 else 6
-    return SQUARE
-
-
-SQUARE = 128, 128, False, 8, 4  # the tile of plain_kernel for many rows
+    return plain_tile(M)
 
 
 def fprop(x_codes, x_scales, w_codes, w_scales, bias=None, dtype=torch.bfloat16, tile=None):

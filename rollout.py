@@ -48,6 +48,7 @@ STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}   # decode steps: a finished row idles f
 PREFILL_TOKENS = 16384    # packed tokens of one prefill call; only a longer single sequence exceeds it
 GROWTH_PAGES = 2          # free pages left to each running sequence when another one is admitted
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512)   # rows of the graphs: a capture each, and idle rows cost little
+MAX_SAMPLES = 2**16       # completions of one prompt
 QUIET_SECONDS = 10        # between two lines of progress, so shorter rollouts show none
 MAX_SLOTS = {"cuda": 512, "cpu": 64}          # the CPU reference multiplies blocks of 64 rows, full or not
 
@@ -586,7 +587,7 @@ def refuse(wrong, message):
 def check_request(config, prompts, n, max_new_tokens, temperature, seed, stop, keys):
     """Refuses what cannot be served, with the numbers. -> prompts (lists), limits, stop ids, keys."""
     V, most, total = config.vocab_size, config.max_position_embeddings, len(prompts) * n
-    refuse(not 1 <= n <= 2**16, f"n is {n}: a prompt takes 1 to {2**16} completions")
+    refuse(not 1 <= n <= MAX_SAMPLES, f"n is {n}: a prompt takes 1 to {MAX_SAMPLES} completions")
     refuse(len(prompts) == 0, "there are no prompts")
     limits = [max_new_tokens] * total if isinstance(max_new_tokens, int) else list(max_new_tokens)
     keys = list(range(total) if keys is None else keys)

@@ -43,7 +43,8 @@ import fp8
 import grpo
 import model as model_file
 from model import KV_TYPES, PRECISIONS, Tokenizer, Transformer, to_device, token_logprobs
-from rollout import MAX_SLOTS, Parser, Rollout, Sampler, check_request, explain, in_batches, refuse
+from rollout import (MAX_SAMPLES, MAX_SLOTS, Parser, Rollout, Sampler, check_request, explain, in_batches,
+                     refuse)
 
 # Read it top down: the flags, the loop, what a run holds and does; then what serves them: printed lines,
 # estimates of memory, several GPUs, files.
@@ -161,8 +162,8 @@ def check(cfg):
     refuse(cfg.lr_decay > 1, f"--lr-decay={cfg.lr_decay}: a share is 1 at most")
     refuse(cfg.updates > cfg.prompts,
            f"--updates={cfg.updates}: each needs a problem of --prompts={cfg.prompts}")
-    refuse(max(cfg.samples, cfg.eval_samples) > 2**16,
-           f"--samples={cfg.samples}, --eval-samples={cfg.eval_samples}: at most {2**16} each")
+    refuse(max(cfg.samples, cfg.eval_samples) > MAX_SAMPLES,
+           f"--samples={cfg.samples}, --eval-samples={cfg.eval_samples}: at most {MAX_SAMPLES} each")
     refuse(cfg.drop_equal and cfg.kl, f"--drop-equal leaves out what --kl={cfg.kl} learns from: drop one")
     refuse(cfg.tis and cfg.precision != "fp8-rollout",
            f"--tis={cfg.tis} is for --precision=fp8-rollout, not {cfg.precision}")
@@ -446,8 +447,9 @@ class Run:
             learned = cfg.sft_steps and (drawn or examples is task.rows)      # held-out ones may have none
             prompts = [self.encode_prompt(e) for e in examples]
             solutions = [self.encode_solution(e) if learned else [] for e in examples]
-            fits = [len(prompt) + max(cfg.max_new_tokens, len(solution)) <= most
-                    for prompt, solution in zip(prompts, solutions)]
+            sizes = [len(prompt) + max(cfg.max_new_tokens, len(solution))
+                     for prompt, solution in zip(prompts, solutions)]
+            fits = [size <= most for size in sizes]
             left_out = fits.count(False)
             what = (f"{left_out} of {len(fits)} problems, with --max-new-tokens={cfg.max_new_tokens} or "
                     f"their solution, do not fit the {most} tokens of the model")
@@ -455,16 +457,14 @@ class Run:
                    + ("a lower --difficulty" if drawn else "shorter ones"))
             if left_out:
                 print(f"note: {what}: they are left out")
-            lengths = [len(prompt) + max(cfg.max_new_tokens, len(solution)) - 1
-                       for prompt, solution, fit in zip(prompts, solutions, fits) if fit]
             examples[:], prompts = itertools.compress(examples, fits), list(itertools.compress(prompts, fits))
             try:
                 check_request(config, prompts, 1, cfg.max_new_tokens, 1.0, cfg.seed,
                               self.tokenizer.eos_ids, None)
             except ValueError as error:
                 raise ValueError(f"{cfg.model or 'the small model'}, problems of --task={cfg.task}: {error}")
-            longest = max(longest, *lengths)
-        return longest
+            longest = max(longest, *itertools.compress(sizes, fits))
+        return longest - 1                   # the last one has nothing to predict
 
     def estimate_memory(self, config):
         """What an update and a checkpoint take, from the shapes alone: refuse now what can never fit."""
@@ -951,8 +951,8 @@ class Ranks:
         return tensor
 
     def gather(self, value):
-        """Every rank's value, whatever JSON can hold, by rank. Waits until all are here. (torch's own way to
-        exchange objects pickles them.)"""
+        """Every rank's value, whatever JSON can hold, by rank. Waits until all are here. What comes is data
+        and never runs, unlike objects as torch exchanges them."""
         if self.count == 1:
             return [value]
         text = json.dumps(value).encode()
