@@ -1165,12 +1165,13 @@ def step_row(table, size, precision, kv, prompts, samples, length, where="", **f
 
 
 def step_section(rows, quick):
-    """At 4B and 8B in three precisions, and with FP8 pages; then what fits into 80 GB."""
+    """Responses of 4k and of 16k tokens in three precisions, and with FP8 pages; then what fits into 80 GB."""
     table = Table("step", rows, "precision", "kv", "tok_per_s", "rollout_s", "update_s", "gib", "x_bf16",
                   key="model")
     flows = ("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8"), ("fp8-rollout", "bf16")
-    for size, flow in itertools.product(["1.7B"] if quick else ["8B", "4B"], flows):
-        step_row(table, size, *flow, 8, 8, 128 if quick else 4096)
+    batches = [(8, 8, 128)] if quick else [(8, 8, 4096), (2, 4, 16384)]
+    for size, flow, batch in itertools.product(["1.7B"] if quick else WHOLE, flows, batches):
+        step_row(table, size, *flow, *batch)
     if not quick:
         with only_80_gb():
             step_row(table, "4B", "fp8", "bf16", 4, 4, 4096, ", 80 GB", recompute=True, micro_tokens=8192)
