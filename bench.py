@@ -1257,7 +1257,7 @@ def mismatch(rows, quick, *folders):
             bins = [by_position[:, a:b].mean().item() for a, b in itertools.pairwise(edges)]
             table.add(case, model, precision=precision, tokens=len(ours), **gap, edges=edges, bins=bins)
         middles, ranked = [math.sqrt((a + 1) * b) for a, b in itertools.pairwise(edges)], {}
-        for row in sorted(rows[before:], key=lambda row: -row["mean_dlogp"]):
+        for row in sorted(rows[before:], key=lambda row: (-row["mean_dlogp"], row["case"] == "exact")):
             ranked[f"{row['case']} ({show(row['mean_dlogp'])})"] = middles, row["bins"]
         print(f"{model}, sources by mean |dlogp|:", *ranked, sep="\n  ")
         title = f"{model}: mean |log p sampler - log p trainer|"
@@ -1394,11 +1394,12 @@ def draw(panels, rows=1):
     columns = len(panels) // rows
     figure, axes = plt.subplots(rows, columns, figsize=(min(6 * columns, 14), 4 * rows), squeeze=False,
                                 constrained_layout=True)
-    colors = {"exact": "k"}                      # of a curve in every panel; its label may end in "(number)"
+    # Of a curve in every panel; its label may end in "(number)". Dashed black shows what else lies at zero.
+    colors = {"exact": "k"}
     for axis, (title, x_label, x_scale, y_scale, curves) in zip(axes.flat, panels):
         for curve, (x, y, *band) in curves.items():
             color = colors.setdefault(curve.partition(" (")[0], f"C{len(colors) - 1}")
-            axis.plot(x, y, label=curve, linewidth=1.3, color=color)
+            axis.plot(x, y, "--" if color == "k" else "-", label=curve, linewidth=1.3, color=color)
             if band:
                 axis.fill_between(x, *band, color=color, alpha=0.2, linewidth=0)
         axis.set_title(title, fontsize=10)
