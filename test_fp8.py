@@ -906,8 +906,8 @@ class Recorder:
         assert compiled.metadata.shared <= 227 * 1024, f"{self.name}: more shared memory than a Hopper has"
         assert ("ACQBULK" in sass) == early, f"{self.name}: one that starts early waits for its inputs"
         # Kernels that need all the registers of a thread spill a few numbers of their bookkeeping (bytes; the
-        # larger figure of triton 3.6 and 3.9): none of them a value of the sums.
-        allowed = {"attention_dkv_kernel": 16, "paged_attention_kernel": 40, "product_kernel": 8}
+        # largest figure of triton 3.6 to 3.9): none of them a value of the sums.
+        allowed = {"attention_dkv_kernel": 24, "paged_attention_kernel": 40, "product_kernel": 8}
         if read["STACK"] > allowed.get(self.name, -1):
             assert not {"LDL", "STL"} & set(found) and not read["LOCAL"], f"{self.name} spills"
         if self.name in MATRIX_UNITS:
