@@ -1165,7 +1165,7 @@ def step_row(table, size, precision, kv, prompts, samples, length, where="", **f
 
 
 def step_section(rows, quick):
-    """Responses of 4k and of 16k tokens in three precisions, and with FP8 pages; then what fits into 80 GB."""
+    """Responses of 4k and 16k tokens in three precisions, and with FP8 pages; then what fits into 80 GB."""
     table = Table("step", rows, "precision", "kv", "tok_per_s", "rollout_s", "update_s", "gib", "x_bf16",
                   key="model")
     flows = ("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8"), ("fp8-rollout", "bf16")

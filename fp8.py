@@ -34,7 +34,7 @@ Here WGrad's operand comes straight from the BF16 values, which the layer saves 
 scale for every feature a product runs at three quarters of its speed (cuBLASLt's does: bench.py gemm), for
 want of time to multiply by them. A block's scale costs little, as E4M3 is a floating-point format: values
 down to 2^-14 of the largest in their block keep all their bits, and not to round twice is worth more (a test
-compares). Values below 2^-18 of it are lost, in a block of 128 x 128 rather than in a group of 128.
+compares). Values below 2^-18.8 of it are lost, in a block of 128 x 128 rather than in a group of 128.
 
 The numerics contract. A row of any result depends on that row alone: not on the number of rows, not on the
 tile that computed it, not on whether the sampler or the trainer asked. Then log-probabilities agree to the
@@ -117,8 +117,8 @@ def overlapped():
 
     Those of a step say when the next may come ("programmatic dependent launch", of Hopper and later). So
     programs take their places as soon as there are free ones, and wait there for what they read.
-    decode_kernel reads its weights before it waits: no kernel that writes weights may let the next one come,
-    and none does.
+    Some read weights before they wait: no kernel that writes weights may let the next one come, and none
+    does. RoPE reads positions so, too: the embedding, between it and their writer, starts as usual.
     """
     global overlap
     nvidia = torch.cuda.is_available() and not torch.version.hip
@@ -948,7 +948,7 @@ def product(a_codes, a_scales, b_codes, b_scales, bias, out, add, tile):
     """out = A B^T + bias, or out += A B^T (add), by the kernel that `tile` names."""
     if tile == HOPPER:
         product_hopper(a_codes, a_scales, b_codes, b_scales, bias, out, add)
-    elif tile in DECODE_TILES and not add:
+    elif tile in DECODE_TILES:
         decode_product(a_codes, a_scales, b_codes, b_scales, bias, out, tile)
     else:
         (M, N), (rows, columns, swap, warps, stages) = out.shape, tile
@@ -1390,7 +1390,7 @@ def norm_linear(h, delta, norm_w, eps, w, bias=None, fp8=False):
 
 
 def swiglu_linear(gate_up, w, fp8=False):
-    """gate_up (M, 2F) -> linear(silu(gate) * up, w) (M, N); in FP8 the product goes straight to codes."""
+    """gate_up (M, 2K) -> linear(silu(gate) * up, w) (M, N); in FP8 the product goes straight to codes."""
     return SwigluLinearFunction.apply(gate_up, w, fp8)
 
 
@@ -1581,7 +1581,8 @@ class AdamW:
         return state | {"step": self.steps}
 
     def load_state(self, state):
-        """Resume from state(), of either dtype: weights, written from the masters, get the bits they had."""
+        """Resume from state(). Weights, written from the masters, get the bits they had, unless these were
+        FP32 and become BF16."""
         mine = self.state()
         shape = lambda group, key: tuple(group[key].shape) if key in group else "absent"
         for key in sorted(mine.keys() | state.keys()):

@@ -1,7 +1,7 @@
 r"""
 Rewards and the loss of GRPO: tasks, answer checking, advantages, policy loss, sampler-trainer mismatch.
 
-Functions of strings and tensors: nothing here runs a model, reads the clock or knows FP8. In the order of one
+Functions of strings, tensors and data files: nothing here runs a model or knows FP8. In the order of one
 step: Example.reward, advantages, policy_loss; mismatch is the control beside them.
 
 Where this departs from textbook GRPO (DeepSeekMath, arXiv 2402.03300):
@@ -209,7 +209,7 @@ def math_reward(completion, gold):
 class Example:
     prompt: str  # plain text; a user message where the checkpoint has a chat template
     gold: str
-    solution: str | None  # worked text for the supervised phase, of reward 1; None where the data has none
+    solution: str | None  # worked text for the supervised phase, if the data has any; in Sum mostly wrong
     check: Callable[[str, str], float] = math_reward  # (completion, gold) -> reward
 
     def reward(self, completion):
@@ -245,7 +245,7 @@ class Sum(Generated):
     """Such as "12+34+56=", solved by running totals: "12+34=46", "46+56=102", "#### 102". `difficulty` counts
     the terms and sets the solution's length: 4 terms take some 40 bytes, 100 take 1,260, 1,000 take 14,600.
 
-    A share of the solutions is hasty: an estimate from the terms rounded to tens, hardly ever right. A model
+    A share of the solutions is hasty: an estimate from the terms rounded to tens, seldom right. A model
     that was shown both ways does both, and GRPO has to find out that the long way pays.
     """
 
@@ -378,7 +378,7 @@ def load_jsonl(path):
 
 
 class JsonLines:
-    """Rows of a file, reshuffled each epoch. Without a held-out file its last tenth of rows is held out."""
+    """Rows of a file, reshuffled each epoch. Without a held-out file its last rows are, a tenth at most."""
 
     def __init__(self, path, heldout_path=None, seed=0, heldout=256):
         rows = load_jsonl(path)

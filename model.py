@@ -14,8 +14,7 @@ The numerics contract (fp8.py tells why): whatever leads to a log-probability de
 sequence up to that position and on nothing else. So three passes over the same layers, the trainer's packed
 one, the sampler's prefill and its one-token decode, give one hidden state for a position, bit for bit.
 
-Shapes: T packed tokens, B sequences, C hidden, H query heads, G key/value heads, D head size, F width of the
-MLP, V vocabulary, L layers.
+Shapes: T packed tokens, B sequences, C hidden, H query heads, G key/value heads, D head size, V vocabulary.
 """
 
 import dataclasses
@@ -122,7 +121,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens, seqlens, caches=None, slots=None):
         """The trainer's pass, or with caches `prefill`. tokens (T,) int64, sequences end to end, of lengths
-        seqlens -> hidden (T, C)."""
+        seqlens (or a Packing of them) -> hidden (T, C)."""
         packing = seqlens if isinstance(seqlens, Packing) else pack(seqlens, tokens.device)
         if packing.total != tokens.numel():
             raise ValueError(f"seqlens sum to {packing.total}, but there are {tokens.numel()} tokens")
@@ -148,7 +147,7 @@ class Transformer(nn.Module):
         attend = lambda q, k, v, cache: paged_attention(q, cache, page_table, lengths, quantized)
         return self._run(tokens, positions, attend, quantized, caches, slots)
 
-    def _run(self, tokens, positions, attend, quantized, caches=None, slots=None):
+    def _run(self, tokens, positions, attend, quantized, caches, slots):
         h, delta = embed(tokens, self.embedding), None                            # (T, C)
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers)):
             args = h, delta, positions, self.table, attend, quantized, self.kv == "fp8", cache, slots
@@ -489,7 +488,7 @@ def _token_text(token):
 # ------------------------------------------------------------------------------------------------------------
 # Weights
 
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DTYPES = "BF16", "F16", "F32"                # of tensors in files
 
 
 def tensor_map(config):
@@ -934,23 +933,23 @@ def to_device(x, device):
 class Packing:
     """Where B sequences lie in T packed tokens. Made by `pack`; every tensor is int32 on the model's device.
 
-    positions (T,) in the token's own sequence; starts (B+1,) row offsets; tiles (N, 4): one row for each
-    attention tile of `rows` queries, (first packed row of the sequence, first query in the sequence, length,
-    first row of the sequence where each is padded to whole tiles, N * rows in all)."""
+    positions (T,) in the token's own sequence; tiles (N, 4): one row for each attention tile of `rows`
+    queries, (first packed row of the sequence, first query in the sequence, length, first row of the sequence
+    where each is padded to whole tiles, N * rows in all)."""
 
     def __init__(self, lengths, device):
         # 128 rows are 8 warps of the backward pass, 2 programs of the forward pass. The CPU computes whole
         # padded tiles: 16 waste less.
         self.rows = 128 if device.type == "cuda" else 16
-        starts, tiles, padded = [0], [], 0
+        start, tiles, padded = 0, [], 0
         for length in lengths:
-            tiles += [(starts[-1], first, length, padded) for first in range(0, length, self.rows)]
-            starts.append(starts[-1] + length)
+            tiles += [(start, first, length, padded) for first in range(0, length, self.rows)]
+            start += length
             padded += fp8.round_up(length, self.rows)
         # Causal work grows with `first`: the longest tiles start first, and the last to finish are short.
         tiles.sort(key=lambda tile: -tile[1])
         on_device = lambda x: to_device(torch.as_tensor(x, dtype=torch.int32), device)
-        self.lengths, self.total, self.starts = lengths, starts[-1], on_device(starts)
+        self.lengths, self.total = lengths, start
         self.positions = on_device(torch.cat([torch.arange(n) for n in (0, *lengths)]))
         self.tiles = on_device(tiles).view(-1, 4)
 
@@ -1331,7 +1330,7 @@ def attention_reference(q, k, v, packing):
     first_page = pages_of.cumsum(0) - pages_of
     cache = empty_cache(int(pages_of.sum()), *k.shape[1:], False, k.dtype, k.device)
     write_pages_reference((k, v), cache, (first_page * PAGE).repeat_interleave(lengths) + packing.positions)
-    sequence = torch.searchsorted(packing.starts.long(), start.contiguous(), right=True) - 1
+    sequence = torch.searchsorted(lengths.cumsum(0), start.contiguous(), right=True)
     table = first_page[sequence, None] + torch.arange(int(pages_of.max()))
     out = attend_tiles_reference(tiles.transpose(1, 2), positions, cache, table, length).transpose(1, 2)
     o = torch.empty_like(q)

@@ -24,8 +24,7 @@ tokens before it alone, and the noise of a sample on (seed, key, position) alone
 preemption, page sharing and graphs change no bit of tokens, log-probs or pages. There is no top-k or top-p:
 what is sampled is what the trainer scores.
 
-Shapes: B rows of a step, S rows at most (slots), W pages of the longest sequence, P pages of the pool, G
-key/value heads, D head size, L layers, T packed tokens, C hidden size, V vocabulary.
+Shapes: B rows of a step, P pages of the pool, L layers, T packed tokens, V vocabulary.
 """
 
 import argparse
@@ -42,7 +41,8 @@ import torch
 
 from fp8 import (cdiv, jit, launch, overlapped, round_up, start_next, tl, triton, use_kernels,
                  wait_for_inputs)
-from model import KV_TYPES, PAGE, PRECISIONS, SPLIT, Config, Tokenizer, Transformer, folder_from_name, sample
+from model import (KV_TYPES, PAGE, PRECISIONS, SPLIT, Config, Tokenizer, Transformer, folder_from_name,
+                   sample, to_device)
 
 STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}   # decode steps: a finished row idles for half of them on average
 PREFILL_TOKENS = 16384    # packed tokens of one prefill call; only a longer single sequence exceeds it
@@ -142,7 +142,7 @@ class PagePool:
 
     def copy(self, pairs):
         """Copies whole pages, [(source, destination), ...], in every layer."""
-        source, destination = torch.tensor(pairs, device=self.caches[0][0].device).unbind(1)
+        source, destination = to_device(torch.tensor(pairs), self.caches[0][0].device).unbind(1)
         for pages in itertools.chain(*self.caches):
             pages[destination] = pages[source]
 
@@ -265,7 +265,7 @@ class Sampler:
     def __init__(self, model, max_slots=None, pages=None, verbose=False):
         self.model, self.device, self.verbose = model, model.head.data.device, verbose
         self.max_slots, self.max_pages = max_slots, pages
-        self.steps = STEPS_PER_LOOK[self.device.type]
+        self.steps_per_look = STEPS_PER_LOOK[self.device.type]
         refuse(self.device.type == "cuda" and self.device.index != torch.cuda.current_device(),
                f"the model is on {self.device}, which is not the current GPU: torch.cuda.set_device")
         self.slots, self.width, self.pool, self.graphs, self.told = 0, 0, None, {}, None
@@ -360,7 +360,7 @@ class Sampler:
         bits by the contract: only time is lost. The oldest one never goes, so there is always progress.
         """
         for seq in list(self.active):
-            while seq.pages and (short := seq.span(self.steps) - len(seq.pages)) > 0:
+            while seq.pages and (short := seq.span(self.steps_per_look) - len(seq.pages)) > 0:
                 if self.pool.free >= short:
                     seq.pages += self.pool.take(short)
                     self.host_table[seq.row, :len(seq.pages)] = seq.pages
@@ -400,7 +400,8 @@ class Sampler:
             partial = int(others and filled % PAGE > 0)
             # What is not held for it yet; if that leaves the running ones no room to grow, it waits. An empty
             # sampler always has enough: by `_plan` the longest sequence fits beside one shared page.
-            need = seq.span(self.steps) + partial - (0 if prefix.pages is None else pages_for(filled))
+            held = 0 if prefix.pages is None else pages_for(filled)
+            need = seq.span(self.steps_per_look) + partial - held
             if need + growth > self.pool.free:
                 if self.active or self.shared in (None, prefix):
                     break
@@ -419,7 +420,7 @@ class Sampler:
                 seq.pages, prefix.pages = prefix.pages, None
                 self.shared = None if self.shared is prefix else self.shared
             prefix.waiting -= 1
-            seq.pages += self.pool.take(seq.span(self.steps) - len(seq.pages))
+            seq.pages += self.pool.take(seq.span(self.steps_per_look) - len(seq.pages))
             seq.row, seq.age, self.admissions = len(self.active), self.admissions, self.admissions + 1
             self.active.append(seq)
             self.host_table[seq.row, :len(seq.pages)] = seq.pages
@@ -435,22 +436,22 @@ class Sampler:
             slots = [(np.array(pages)[:, None] * PAGE + np.arange(PAGE)).flat[:len(tokens)]
                      for tokens, pages in batch]
             lengths = [len(tokens) for tokens, _ in batch]
-            tokens = torch.tensor(np.concatenate([tokens for tokens, _ in batch]), device=self.device)
-            slots = torch.tensor(np.concatenate(slots), device=self.device)            # (T,) int64, as tokens
+            tokens, slots = (to_device(torch.from_numpy(np.concatenate(x)), self.device)      # (T,) int64
+                             for x in ([tokens for tokens, _ in batch], slots))
             self.model.prefill(tokens, lengths, self.pool.caches, slots)
             self.stats.prefill_tokens += len(tokens)
 
     # ---- memory ------------------------------------------------------------------------------------------
 
     def _plan(self, sequences):
-        """Chooses slots, pages and the width of the page table for a request, before any device work.
+        """Chooses slots, pages and the width of the page table for a request, before any of it is sampled.
 
         A pool that is large enough stays, graphs included. Otherwise all is built anew, not smaller than it
         was.
         """
         needs = sorted((pages_for(s.end) for s in sequences), reverse=True)
         width = max(round_up(needs[0], 16), self.width)      # some room: prompts differ from step to step
-        slots = max(min(len(sequences), self.max_slots or MAX_SLOTS[self.device.type]), self.slots)
+        slots = max(min(len(sequences), MAX_SLOTS[self.device.type]), self.slots)
         # A size that a captured graph has, so that the batch sizes of a run do not depend on its evaluations.
         slots = self.max_slots or next((b for b in BUCKETS if b >= slots), slots)
         # What the largest `slots` sequences need at most, an eighth for larger ones to come, page 0, and the
@@ -491,7 +492,7 @@ class Sampler:
         self.ids = torch.zeros(4, rows, dtype=torch.int64, **on)     # current token, key, slot; [3, 0]: step
         self.spans = torch.zeros(3, rows, dtype=torch.int32, **on)   # position; length, 0 when idle; end
         self.table = torch.zeros(rows, width, dtype=torch.int32, **on)
-        self.out = torch.zeros(self.steps, 2, rows, dtype=torch.int32, **on)   # token; log-prob bits
+        self.out = torch.zeros(self.steps_per_look, 2, rows, dtype=torch.int32, **on)   # token; log-prob bits
         self.is_stop = torch.zeros(self.model.config.vocab_size, dtype=torch.bool, **on)
         self.seed = torch.zeros(1, dtype=torch.int64, **on)
         self.inv_temp, self.noise = torch.ones(1, **on), torch.ones(1, **on)       # FP32
@@ -505,7 +506,7 @@ class Sampler:
             self.graph_memory = torch.cuda.graph_pool_handle()         # one for all: they never overlap
             line = (f"sampler: {slots} slots, {pages:,} pages of {PAGE} tokens ({pages * PAGE:,} tokens, "
                     f"{pages * self._page_bytes() / 2**30:.1f} GiB), sequences up to {width * PAGE:,} tokens")
-            if line != self.told:                                      # once, not after every `release`
+            if self.verbose and line != self.told:                     # once, not after every `release`
                 print(line, flush=True)
             self.told = line
 
@@ -532,7 +533,8 @@ class Sampler:
         seed, keys       all that the noise of a position depends on; keys name completions (default 0, 1, ..)
         stop             ids that end a completion (default: config.eos_token_id); [] runs to the limit
 
-        ValueError, before any work, for what cannot be served; FloatingPointError for NaN or Inf log-probs.
+        ValueError, before anything is sampled, for what cannot be served; FloatingPointError for log-probs
+        that are NaN or Inf.
         """
         start = time.perf_counter()
         prompts, limits, stop, keys = check_request(
@@ -554,7 +556,7 @@ class Sampler:
         while self.queue or self.active:
             self._reserve()                          # before admission: the running ones, older, come first
             self._admit()
-            steps = min(self.steps, max(s.limit - s.count for s in self.active))
+            steps = min(self.steps_per_look, max(s.limit - s.count for s in self.active))
             self._launch(steps)
             self._harvest(steps)
             if self.verbose:
@@ -638,7 +640,7 @@ def explain(error, lower):
 
 
 def talk(args):
-    """Samples, prints the completions on stdout and everything else on stderr."""
+    """Samples, prints the completions on stdout (a terminal shows progress too), all else on stderr."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     folder = folder_from_name(args.model)             # what can be wrong is found before weights are read
     config, tokenizer = Config.from_folder(folder), Tokenizer.from_pretrained(folder)

@@ -6,7 +6,7 @@ Train a language model by GRPO, with the sampler and the trainer in one process 
     python train.py --out=runs/mine ... --resume   # the flags of a run that was stopped, and --resume
     torchrun --standalone --nproc-per-node=8 train.py ...    # the same on the 8 GPUs of a host
 
-This file holds what touches the disk or the clock. One step is five phases, and `grpo_step` reads as such:
+This file holds the run: flags, loop, log, checkpoints. A step is five phases, and `grpo_step` reads as such:
 rollout (rollout.py), reward and advantage (grpo.py), update (model.py and fp8.py), log. `--precision` chooses
 what multiplies in FP8; in `fp8`, the default, the log-probs of sampler and trainer are compared bit by bit on
 every token of each step's first update, and a difference stops the run.
@@ -94,7 +94,7 @@ class Config:
     temperature: float = opt(1.0, "of the training samples, in sampler and trainer alike", least=1e-6)
     lr: float = opt((1e-4, 1e-4, 1e-6), "peak learning rate of GRPO")
     warmup: int = opt(5, "steps over which the learning rate rises linearly")
-    lr_decay: float = opt(0.0, "share of the learning rate that is lost, linearly, by the last step")
+    lr_decay: float = opt(0.0, "share of the learning rate that is lost, linearly, over the run")
     weight_decay: float = opt(0.0, "AdamW's, on matrices")
     grad_clip: float = opt(1.0, "largest norm of the whole gradient", least=1e-6)
     clip_low: float = opt(0.2, "the ratio is clipped below 1 - clip_low")
@@ -320,10 +320,11 @@ def watch(run, r):
         print(f"warning: for {run.silent} steps every group had equal rewards or was left out: no gradient "
               f"(truncated {r['truncated']:.0%}: try --max-new-tokens, an easier task, more --sft-steps)")
     if run.bad:
-        print(f"warning: step {r['step']} had a non-finite gradient and was skipped ({r['skipped']} so far)")
+        print(f"warning: an update of step {r['step']} had a non-finite gradient and was skipped "
+              f"({r['skipped']} so far)")
     if run.bad == 5:
-        raise RuntimeError("5 steps in a row had a non-finite gradient and changed nothing: lower --lr, or "
-                           "go on from an older checkpoint; --debug or --precision=bf16 help to find out why")
+        raise RuntimeError("5 steps in a row had a non-finite gradient: lower --lr, or go on from an older "
+                           "checkpoint; --debug or --precision=bf16 help to find out why")
 
 
 def on_interrupt():
@@ -401,15 +402,11 @@ class Run:
             self.prepare_folder()
         self.model = Transformer(config, cfg.precision, self.device, seed=None, kv=cfg.kv)
         self.model.recompute = cfg.recompute
-        # The file, or the generator of random weights, is read twice: for what the forward pass reads and for
-        # the FP32 masters. The model alone never holds more than its own precision.
-        read = lambda: (model_file.read_tensors(folder, config) if cfg.model
-                        else self.model.random_tensors(cfg.seed))
-        self.model.load(read())
         self.optimizer = fp8.AdamW(self.model.weights(), (0.9, 0.95), 1e-8, cfg.weight_decay,
                                    decay=lambda name: not name.endswith(("norm", "bias")),
                                    states=STATES[cfg.states])
-        self.optimizer.load(read())
+        self.optimizer.load(model_file.read_tensors(folder, config) if cfg.model
+                            else self.model.random_tensors(cfg.seed))
         self.sampler = Sampler(self.model, verbose=True)
         self.inv_temp = torch.tensor([1.0 / cfg.temperature], device=self.device)
         hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) == (9, 0)
@@ -481,13 +478,18 @@ class Run:
     # ---- phases
 
     def sample(self, prompts, n, temperature, keys):
-        """n completions of each prompt. Every rank samples its part and has all; `keys` names the noise."""
+        """n completions of each prompt. Every rank samples its part and has all; `keys` names the noise.
+
+        Pages and graphs stay for the next call if an update fits beside them. Otherwise they are freed, and
+        made anew each time: the update's own memory goes back to the sampler in its next `generate`.
+        """
         rank, count, ours = self.ranks.rank, self.ranks.count, Rollout()
         first, end = len(prompts) * rank // count, len(prompts) * (rank + 1) // count
         if first < end:
             ours = self.sampler.generate(
                 prompts[first:end], n, self.cfg.max_new_tokens, temperature, self.cfg.seed,
                 self.tokenizer.eos_ids, keys=keys[first * n:end * n])
+            hand_over(self.sampler, self.update_needs)
         if count == 1:
             return ours
         ours = ours.tokens, [logp.tolist() for logp in ours.logprobs], ours.finish
@@ -495,16 +497,12 @@ class Run:
         return Rollout(tokens, [torch.tensor(logp) for logp in logprobs], finish)      # JSON keeps every bit
 
     def rollout(self, prompts):
-        """A group for each prompt. A completion's noise is keyed by its running number in the whole run.
-
-        Pages and graphs stay for the next step if the update fits beside them. Otherwise they are freed, and
-        made anew each step: the update's own memory goes back to the sampler in its next `generate`.
-        """
+        """A group for each prompt. A completion's noise is keyed by its running number in the whole run."""
         cfg, count = self.cfg, self.cfg.prompts * self.cfg.samples
+        if cfg.kl:
+            self.reference_model()           # loaded now: later the sampler's pages may have taken its place
         keys = range(self.step * count, (self.step + 1) * count)
-        rollout = self.sample(prompts, cfg.samples, cfg.temperature, keys)
-        hand_over(self.sampler, self.update_needs)
-        return rollout
+        return self.sample(prompts, cfg.samples, cfg.temperature, keys)
 
     def learning_rate(self, step):
         warm = min(1.0, (step + 1) / max(1, self.cfg.warmup))
@@ -593,7 +591,7 @@ class Run:
         return torch.cat(seen), norm, finite
 
     def reference_model(self):
-        """The policy that GRPO started from, loaded when the first KL term asks for it and never before.
+        """The policy that GRPO started from, loaded by the first step with a KL term and never before.
         After a supervised phase it is that policy to BF16 rounding: the folder holds no FP32 masters."""
         if self.reference is None:
             folder = self.cfg.model if self.cfg.model and not self.cfg.sft_steps else self.out / "start"
@@ -614,7 +612,8 @@ class Run:
         if self.exact == "stop":
             raise RuntimeError(f"step {self.step}: {text}.\nThe exact flow is broken; --exact=warn goes on")
         self.exact = "off"
-        print(f"note: {text} (expected in {self.cfg.precision}; said once, the dlogp columns go on)")
+        expected = "" if self.cfg.precision == "fp8" else f"expected in {self.cfg.precision}; "
+        print(f"note: {text} ({expected}said once, the dlogp columns go on)")
 
     def evaluate(self, when):
         """Accuracy on held-out problems, printed and logged: greedy, or pass@1 and pass@k of k samples.
