@@ -269,10 +269,10 @@ def adamw(weights, decay=0.1, states=FP32):
     return fp8.AdamW(weights, (0.9, 0.95), 1e-8, decay, lambda name: name == "w", states)
 
 
-def make_optimizer(keep="codes", decay=0.1, states=FP32):
+def make_optimizer(keep="codes", decay=0.1, states=FP32, shape=(192, 300), device="cpu"):
     torch.manual_seed(0)
-    weights = {"w": Weight((192, 300), keep=keep), "b": Weight((77,))}
-    pairs = [(name, torch.randn(w.shape)) for name, w in weights.items()]
+    weights = {"w": Weight(shape, device=device, keep=keep), "b": Weight((77,), device=device)}
+    pairs = [(name, torch.randn(w.shape).to(device)) for name, w in weights.items()]
     optimizer = adamw(weights, decay, states)
     optimizer.load(pairs)
     return weights, optimizer, dict(pairs)
@@ -362,9 +362,7 @@ def cast_as_torch(x, source, target, rounding):
     kinds = {"fp64": torch.float64, "fp32": FP32, "fp16": torch.float16, "bf16": BF16,
              "fp8e4nv": fp8.E4M3}
     y = torch.from_numpy(np.ascontiguousarray(x).reshape(-1)).view(kinds[str(source)]).to(kinds[str(target)])
-    size = y.element_size()
-    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[size]
-    return y.view(unsigned).numpy().reshape(x.shape)
+    return bits(y).numpy().view(f"u{y.element_size()}").reshape(x.shape)
 
 
 if fp8.INTERPRET:
@@ -550,10 +548,7 @@ def test_kernel_adamw(keep, dtype, max_norm, monkeypatch):
     for device in (DEVICE, "cpu"):
         if states:
             monkeypatch.setattr(fp8, "use_kernels", lambda x: False)
-        torch.manual_seed(0)
-        weights = {"w": Weight((130, 140), device=device, keep=keep), "b": Weight((77,), device=device)}
-        optimizer = adamw(weights, states=dtype)
-        optimizer.load([(name, torch.randn(w.shape).to(device)) for name, w in weights.items()])
+        weights, optimizer, _ = make_optimizer(keep, 0.1, dtype, (130, 140), device)
         for _ in range(2):
             for w in weights.values():
                 w.add_grad(torch.randn(w.shape).to(device))
@@ -1226,13 +1221,10 @@ def config_of(tmp_path, **changes):
 
 
 @pytest.mark.parametrize("changes, theta, scaling", [
-    ({}, 1e6, None),
-    (dict(rope_theta=DROP, rope_parameters=dict(rope_theta=5e5, rope_type="default")), 5e5, None),
     (dict(rope_parameters=dict(rope_theta=1e6, rope_type="default")), 1e6, None),
     (dict(rope_scaling=LLAMA3), 1e6, LLAMA3),
     (dict(rope_scaling={"type" if k == "rope_type" else k: v for k, v in LLAMA3.items()}), 1e6, LLAMA3),
     (dict(rope_theta=DROP, rope_parameters=dict(rope_theta=5e5, **LLAMA3)), 5e5, LLAMA3),
-    (dict(rope_scaling=None), 1e6, None),
     (dict(rope_scaling={"type": "default"}), 1e6, None),
     (dict(sliding_window=8, use_sliding_window=False, max_window_layers=2), 1e6, None),
     (dict(layer_types=["full_attention"] * 2, pretraining_tp=1, mlp_bias=False), 1e6, None),
@@ -1257,15 +1249,10 @@ def test_config_accepts(tmp_path, changes, theta, scaling):
     (dict(rope_scaling=dict(LLAMA3, high_freq_factor=1.0)), "high_freq_factor"),
     (dict(rope_scaling=dict(LLAMA3, factor=None)), "factor is None"),
     (dict(rope_scaling=7), "rope_scaling"),
-    (dict(use_sliding_window=True, sliding_window=8), "use_sliding_window = true"),
+    *[({name: 8}, f"{name} = 8") for name in model.INERT], (dict(hidden_act="gelu"), 'hidden_act = "gelu"'),
     (dict(layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
-    (dict(num_experts=8), "num_experts = 8"), (dict(num_local_experts=8), "num_local_experts"),
-    (dict(quantization_config=dict(quant_method="fp8")), "quantization_config"),
-    (dict(hidden_act="gelu"), 'hidden_act = "gelu"'),
-    (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
     (dict(rope_parameters=dict(rope_theta=1e6, partial_rotary_factor=0.5)), "partial_rotary_factor"),
-    (dict(pretraining_tp=2), "pretraining_tp"), (dict(attention_bias=True), "attention_bias"),
-    (dict(model_type="llama", mlp_bias=True), "mlp_bias"),
+    (dict(attention_bias=True), "attention_bias"),
     (dict(hidden_size="48"), "hidden_size is '48'"), (dict(vocab_size=0), "vocab_size is 0"),
     (dict(num_hidden_layers=True), "num_hidden_layers is True"),
     (dict(intermediate_size=4.5), "intermediate_size"),
@@ -1334,40 +1321,30 @@ def test_weights_round_trip(tmp_path, kind, tied, dtype):
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 INDEX = "model.safetensors.index.json"
-TENSOR_FAULTS = {  # changes of a good set of tensors, and words of the message
+TENSOR_FAULTS = {  # words of the message, and changes of a good set of tensors
     "lm_head.weight differs": lambda w: {**w, "lm_head.weight": w["model.embed_tokens.weight"] + 1},
-    "layers.1.self_attn.q_proj.weight": lambda w: {n: t for n, t in w.items() if n != Q},
+    "lm_head.weight": lambda w: {n: t for n, t in w.items() if n != "lm_head.weight"},
     "_orig_mod.x": lambda w: {**w, "_orig_mod.x": torch.zeros(2)},
     "F8_E4M3": lambda w: {**w, Q: w[Q].to(fp8.E4M3), Q + "_scale_inv": torch.ones(1, 1)},
     "(32, 48), config.json asks for (64, 48)": lambda w: {**w, Q: w[Q][:32].clone()},
     "F64": lambda w: {**w, Q: w[Q].double()},
 }
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n"
-FILE_FAULTS = {"git lfs pull": lambda data: LFS, "its header describes": lambda data: data[:-100],
-               "cut off": lambda data: data[:100], "header too small": lambda data: b""}
+FILE_FAULTS = {"git lfs pull": lambda data: LFS, "its header describes": lambda data: data[:-100]}
 INDEX_FAULTS = {"not a file name inside the folder": lambda where: {**where, Q: "../other/a.safetensors"},
                 "q_proj": lambda where: {**where, Q: next(f for f in where.values() if f != where[Q])},
-                "q_proj.weight": lambda where: {n: f for n, f in where.items() if n != Q},
+                "lacks c.safetensors": lambda where: {**where, Q: "c.safetensors"},
                 "weight_map": lambda where: ["a.safetensors"]}
 
 
-@pytest.mark.parametrize("words", [
-    *TENSOR_FAULTS, *FILE_FAULTS, *INDEX_FAULTS, "lm_head.weight", "lacks b.safetensors",
-    "neither model.safetensors nor"])
+@pytest.mark.parametrize("words", [*TENSOR_FAULTS, *FILE_FAULTS, *INDEX_FAULTS])
 def test_weight_faults(tmp_path, words):
     """Named with the file in the call that opens it, before the first tensor is asked for."""
-    config, path = config_of(tmp_path, tie_word_embeddings="differs" in words), tmp_path / "model.safetensors"
+    config, path = config_of(tmp_path, tie_word_embeddings="differs" in words), tmp_path / "a.safetensors"
     weights = TENSOR_FAULTS.get(words, dict)(random_weights(config))
-    if words == "lm_head.weight":
-        del weights[words]
-    if words in INDEX_FAULTS or words == "lacks b.safetensors":
-        where = shard(tmp_path, weights, ["a.safetensors", "b.safetensors", "c.safetensors"])
-        write_json(tmp_path / INDEX, {"weight_map": INDEX_FAULTS.get(words, dict)(where)})
-        if words == "lacks b.safetensors":
-            (tmp_path / "b.safetensors").unlink()
-    elif words != "neither model.safetensors nor":
-        save_file(weights, path)
-        path.write_bytes(FILE_FAULTS.get(words, bytes)(path.read_bytes()))
+    where = shard(tmp_path, weights, ["a.safetensors", "b.safetensors"])
+    write_json(tmp_path / INDEX, {"weight_map": INDEX_FAULTS.get(words, dict)(where)})
+    path.write_bytes(FILE_FAULTS.get(words, bytes)(path.read_bytes()))
     with refused(words, str(tmp_path)):
         model.read_tensors(tmp_path, config)
 
@@ -1448,7 +1425,7 @@ def test_models_refuse_what_they_cannot_compute(tmp_path):
         policy(torch.zeros(70, dtype=torch.int64), [5, 65])
     huge = dict(hidden_size=2**40, intermediate_size=2**40)
     write_json(tmp_path / "config.json", {**tiny_config().to_dict(), **huge})
-    with pytest.raises(FileNotFoundError, match="neither"):  # before memory is taken: it fits nowhere
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):  # before memory is taken: it fits nowhere
         Transformer.from_pretrained(tmp_path)
 
 
@@ -1559,20 +1536,18 @@ def test_tokenizer_equals_tokenizers(tmp_path, split, monkeypatch):
 @pytest.mark.parametrize("path, value, words", [
     (["model", "type"], "Unigram", "type = 'Unigram'"), (["model", "dropout"], 0.1, "dropout"),
     (["model", "end_of_word_suffix"], "</w>", "end_of_word_suffix"),
-    (["model", "vocab"], [], "byte-level BPE"),
-    (["model"], None, "byte-level BPE"), (["model", "merges"], [["q", "zz"]], "merge"),
+    (["model", "vocab"], [], "byte-level BPE"), (["model", "merges"], [["q", "zz"]], "merge"),
     (["model", "merges"], [["t", "h", "e"]], "merge"), (["decoder"], {"type": "Metaspace"}, "decoder"),
     (["normalizer"], {"type": "NFKC"}, "NFKC"), (["normalizer"], {"type": "Sequence", "normalizers": [
         {"type": "NFC"}, {"type": "Lowercase"}]}, "Lowercase"),
-    (["pre_tokenizer"], {"type": "Whitespace"}, "pre_tokenizer"), (["pre_tokenizer"], None, "pre_tokenizer"),
+    (["pre_tokenizer"], {"type": "Whitespace"}, "pre_tokenizer"),
     (["pre_tokenizer", "pretokenizers", 0, "behavior"], "Removed", "pre_tokenizer"),
     (["pre_tokenizer", "pretokenizers", 0, "invert"], True, "pre_tokenizer"),
     (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"String": " "}, "pre_tokenizer"),
     (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"Regex": r"\h+"}, r"\h"),
     (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"Regex": r"(a"}, "split pattern"),
     (["pre_tokenizer", "pretokenizers", 1, "add_prefix_space"], True, "pre_tokenizer"),
-    (["added_tokens", 0, "lstrip"], True, "lstrip"),
-    (["added_tokens", 0, "single_word"], True, "single_word"),
+    *[(["added_tokens", 0, name], True, name) for name in ("lstrip", "rstrip", "single_word")],
 ])
 def test_tokenizer_refuses(tmp_path, path, value, words):
     trained_tokenizer(tmp_path)
@@ -1722,12 +1697,9 @@ def test_chat_equals_transformers(tmp_path, place, template, thinking):
 
 @pytest.mark.parametrize("template, words", [
     (None, "no chat template"), ([{"name": "other", "template": ""}], "no chat template"),
-    ("{% for %}", "failed"), ("{{ raise_exception('not so') }}", "not so"),
+    ("{% for %}", "failed"), ("{{ raise_exception('not so') }}", "not so"), ("{{ 1 // 0 }}", "failed"),
     ("{{ messages.append(1) }}", "failed"), ("{{ ''.__class__.__mro__ }}", "failed"),
-    ("{{ nothing.x }}", "failed"), ("{{ messages[0].content + 1 }}", "failed"), ("{{ 1 // 0 }}", "failed"),
-    ("{% for i in range(10**9) %}{% endfor %}", "failed"), ("{{ '%d' % 'x' }}", "failed"),
-    ("{{ messages[0].content.encode('ascii') }}", "failed"),
-])
+    ("{% for i in range(10**9) %}{% endfor %}", "failed")])
 def test_chat_template_faults(template, words):
     files = Tokenizer.bytes().files
     files["tokenizer_config.json"]["chat_template"] = template
