@@ -1205,16 +1205,22 @@ def test_trainer_recomputes_the_same_bits(policy, monkeypatch):
 
 
 def test_pages_are_the_same_from_prefill_and_decode(policy):
+    """By the comparison of `bench.py exact`. Places that a sequence has not filled may hold anything; one
+    other bit of a key that it has counts."""
     prompt, sampler = some_prompts([70])[0], Sampler(policy, max_slots=1)
-    tokens = prompt + sampler.generate([prompt], 1, 80, seed=1, stop=[]).tokens[0]
-    fed = len(tokens) - 1  # the last token is never fed
-    pages = list(range(1, rollout.pages_for(fed) + 1))  # the pool hands out the lowest numbers first
-    other = PagePool(policy, sampler.pool.capacity + 1)
-    slots = torch.arange(PAGE, PAGE + fed, device=DEVICE)
-    policy.prefill(torch.tensor(tokens[:fed], device=DEVICE), [fed], other.caches, slots)
-    for mine, theirs in zip(sum(sampler.pool.caches, ()), sum(other.caches, ())):
-        flatten = lambda x: x[pages].transpose(1, 2).flatten(0, 1)[:fed]
-        same(flatten(mine), flatten(theirs))
+    tokens = sampler.generate([prompt], 1, 80, seed=1, stop=[]).tokens[0]
+    filled = len(prompt + tokens) - 1 - PAGE * 2  # keys on the third page: the last token is never fed
+    # The pool hands out the lowest numbers first.
+    caches = [tuple(pages[1:4] for pages in cache) for cache in sampler.pool.caches]
+    compare = lambda: bench.compare_pages(policy, {0: caches}, [(prompt, tokens)])
+    count = 3 * len(sum(caches, ()))
+    assert compare() == (count, 0)
+    values, D = caches[1][1].view(torch.uint8), policy.config.head_dim
+    in_rows = torch.arange(values[0, 0].numel()).view(PAGE, -1)
+    places = model.code_places(D, "cpu")[1] if policy.kv == "fp8" else in_rows
+    for key, differing in ((filled, 0), (filled - 1, 1)):
+        values[2, 1].view(-1)[places[key, 3]] ^= 1
+        assert compare() == (count, differing)
 
 
 # ============================================================================================================
@@ -3064,23 +3070,6 @@ def test_bench_block_in_plain_torch():
     other += torch.autograd.grad(other, (h, delta, *leaves), grads)
     mine += tuple(w.grad for w in policy.layers[0].children())
     assert max(map(relative, mine, other)) < LIMIT[FP32]
-
-
-def test_bench_compares_pages(monkeypatch):
-    """Places that a sequence has not filled may hold anything; one other code of a key that it has counts."""
-    monkeypatch.setattr(bench, "DEVICE", "cpu")
-    policy = bench.exact_model("qwen2 512, 14/2 x 64", "fp8", "fp8", 0)
-    tokens, cache = list(range(PAGE + 6)), policy.new_caches(2)
-    for pages in sum(cache, ()):
-        pages.view(torch.uint8).fill_(7)
-    policy.prefill(torch.tensor(tokens), [len(tokens)], cache, torch.arange(len(tokens)))
-    compare = lambda: bench.compare_pages(policy, {0: cache}, [(tokens, [0])])
-    assert compare() == (16, 0)                                          # 2 layers x 4 tensors x 2 pages
-    values, place = cache[1][1], model.code_places(64, "cpu")[1]
-    values.view(torch.uint8)[1, 1].view(-1)[place[5, 3]] ^= 1
-    assert compare() == (16, 1)
-    values.view(torch.uint8)[1, 1].view(-1)[place[6, 3]] ^= 1            # beyond the last key
-    assert compare() == (16, 1)
 
 
 def call(program, arguments, monkeypatch):
