@@ -54,7 +54,7 @@ import rollout  # noqa: E402
 import train  # noqa: E402
 from fp8 import Weight  # noqa: E402
 from model import PAGE, Config, Tokenizer, Transformer, token_logprobs  # noqa: E402
-from rollout import PagePool, Sampler  # noqa: E402
+from rollout import Sampler  # noqa: E402
 
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it does
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -136,7 +136,8 @@ def write_json(path, value):
 
 
 def dequantize_rows(codes, scales):
-    return codes.float() * scales.t().repeat_interleave(128, 1)[:, :codes.shape[1]]
+    """Exact, so in FP64."""
+    return codes.double() * scales.t().double().repeat_interleave(128, 1)[:, :codes.shape[1]]
 
 
 @pytest.mark.parametrize("shape", [(1, 128), (7, 576), (128, 64), (33, 100), (129, 192), (300, 1), (5, 3)])
@@ -226,7 +227,7 @@ def test_one_rounding_in_blocks_is_closer_than_two_in_groups():
     dy = torch.randn(1024, 256).bfloat16()
     x = (torch.randn(1024, 256) * 10 ** (2 * torch.rand(256))).bfloat16()
     x[0, 0] = 1e4
-    left = dequantize_rows(*fp8.quantize_cols(dy)).double()
+    left = dequantize_rows(*fp8.quantize_cols(dy))
     codes, scales = fp8.quantize_rows(x)
     error = lambda xt: relative((left @ xt.double().t())[:, 1:], (dy.double().t() @ x.double())[:, 1:])
     blocks = error(fp8.dequantize_blocks(*fp8.quantize_blocks_t(x, scales)))
@@ -436,9 +437,6 @@ def test_kernel_products_fuzz():
     hopper = [fp8.HOPPER] * bool(CUDA and fp8.multiprocessors(DEVICE))
     tiles += [*hopper, *(hopper and fp8.DECODE_TILES)]
 
-    def values(codes, scales):
-        return codes.double() * scales.t().double().repeat_interleave(128, 1)[:, :codes.shape[1]]
-
     def product(x, w, bias, tiles, x64, w64, what):
         mine = fp8.fprop(*x, *w, bias)
         for tile in tiles:
@@ -458,10 +456,10 @@ def test_kernel_products_fuzz():
         w = codes[skip_n:, skip_k:], scales[skip_n // 128:, skip_k // 128:]
         w64 = fp8.dequantize_blocks(*w).double()
         bias = torch.randn(N, device=DEVICE).bfloat16() if biased else None
-        product(x, w, bias, tiles, values(*x), w64, what)
+        product(x, w, bias, tiles, dequantize_rows(*x), w64, what)
         dy = fp8.quantize_rows(wild(M, N, 1))
         turned = fp8.transpose_codes(w[0]), w[1].t()
-        product(dy, turned, None, tiles[:1] + hopper, values(*dy), w64.t(), "dX, " + what)
+        product(dy, turned, None, tiles[:1] + hopper, dequantize_rows(*dy), w64.t(), "dX, " + what)
 
         dyt = cut(fp8.quantize_cols(wild(N + skip_n, M + skip_x, 1).t()), skip_n, skip_x // 128 * 128)
         xt = wild(M + skip_x, K + skip_k, 128)
@@ -475,7 +473,7 @@ def test_kernel_products_fuzz():
             fp8.wgrad(*dyt, *xt, other, tile=tile)
             same(mine, other, f"dW, {what}, tile {tile}")
         xt64 = fp8.dequantize_blocks(*xt).double()
-        close_to_fp64(mine, values(*dyt), xt64, start.double(), "dW, " + what)
+        close_to_fp64(mine, dequantize_rows(*dyt), xt64, start.double(), "dW, " + what)
 
 
 @needs_kernels
@@ -1267,7 +1265,11 @@ def test_config_accepts(tmp_path, changes, theta, scaling):
     (dict(rope_scaling=dict(LLAMA3, high_freq_factor=1.0)), "high_freq_factor"),
     (dict(rope_scaling=dict(LLAMA3, factor=None)), "factor is None"),
     (dict(rope_scaling=7), "rope_scaling"),
-    *[({name: 8}, f"{name} = 8") for name in model.INERT], (dict(hidden_act="gelu"), 'hidden_act = "gelu"'),
+    *[({name: 8}, f"{name} = 8") for name in (
+        "use_sliding_window mlp_bias attention_dropout pretraining_tp partial_rotary_factor rotary_pct "
+        "quantization_config compression_config num_experts num_local_experts n_routed_experts "
+        "moe_intermediate_size text_config is_encoder_decoder").split()],
+    (dict(hidden_act="gelu"), 'hidden_act = "gelu"'),
     (dict(layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
     (dict(rope_parameters=dict(rope_theta=1e6, partial_rotary_factor=0.5)), "partial_rotary_factor"),
     (dict(attention_bias=True), "attention_bias"),
@@ -1297,9 +1299,9 @@ def test_eos_ids_are_the_union(tmp_path):
         config_of(tmp_path)
 
 
-def random_weights(config, dtype=BF16, seed=0):
+def random_weights(config, dtype=BF16):
     """{Hugging Face name: tensor} for a config."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return {name: torch.randn(shape).to(dtype)
             for pieces in model.tensor_map(config).values() for name, shape in pieces}
 
@@ -1443,7 +1445,8 @@ def test_models_refuse_what_they_cannot_compute(tmp_path):
         policy(torch.zeros(70, dtype=torch.int64), [5, 65])
     huge = dict(hidden_size=2**40, intermediate_size=2**40)
     write_json(tmp_path / "config.json", {**tiny_config().to_dict(), **huge})
-    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):  # before memory is taken: it fits nowhere
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
+        # Before memory is taken: it fits nowhere.
         Transformer.from_pretrained(tmp_path)
 
 
@@ -1488,9 +1491,9 @@ STRINGS = [
     "カ\u3099ス ガス", "\u0e01" * 40, "a" * 257, "\ufeffbom", "caf\u00e9!cafe\u0301", "x" * 5 + " " * 7 + "42"]
 
 
-def random_strings(n, seed=0):
+def random_strings(n):
     """Assigned characters, runs, marks (of blocks as old as the library's tables) and special tokens."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     chars = [c for c in map(chr, range(0x3400)) if unicodedata.category(c) not in ("Cn", "Mn", "Mc", "Me")]
     pools = [chars, list(map(chr, range(0x300, 0x345))), list(" \t\n\r'0123456789"),
              list(map(chr, range(33, 127))),
@@ -1545,10 +1548,6 @@ def test_tokenizer_equals_tokenizers(tmp_path, split, monkeypatch):
     ours = Tokenizer.from_pretrained(tmp_path)
     assert ours.eos_ids == [theirs.token_to_id("<|im_end|>")] and ours.vocab_size == theirs.get_vocab_size()
     assert_equal_ids(ours, theirs, [*STRINGS, *CORPUS, *random_strings(1500)])
-    for text in [*STRINGS, *random_strings(300, seed=1)]:
-        assert ours.decode(ours.encode(text)) == (unicodedata.normalize("NFC", text) if ours._nfc else text)
-    ours.save(tmp_path / "out")
-    assert Tokenizer.from_pretrained(tmp_path / "out").encode(CORPUS[0]) == ours.encode(CORPUS[0])
 
 
 @pytest.mark.parametrize("path, value, words", [
@@ -1686,10 +1685,8 @@ CHATS = [[{"role": "user", "content": "<b>1 + 1 & \"é\"</b>"}],
           {"role": "user", "content": "d"}]]
 
 
-@pytest.mark.parametrize("thinking", [None, True, False])
-@pytest.mark.parametrize("template", [CHATML, BOS_TEMPLATE], ids=["chatml", "bos"])
-@pytest.mark.parametrize("place", ["config", "list", "file"])
-def test_chat_equals_transformers(tmp_path, place, template, thinking):
+@pytest.mark.parametrize("place, template", [("config", CHATML), ("list", BOS_TEMPLATE), ("file", CHATML)])
+def test_chat_equals_transformers(tmp_path, place, template):
     trained_tokenizer(tmp_path)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
                 "bos_token": "<|endoftext|>"}
@@ -1706,8 +1703,8 @@ def test_chat_equals_transformers(tmp_path, place, template, thinking):
     ours = Tokenizer.from_pretrained(tmp_path)
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    extra = {} if thinking is None else {"enable_thinking": thinking}
-    for messages in CHATS:
+    for messages, thinking in itertools.product(CHATS, (None, True, False)):
+        extra = {} if thinking is None else {"enable_thinking": thinking}
         text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **extra)
         assert ours.render(messages, thinking) == text
         assert ours.chat(messages, thinking) == theirs(text, add_special_tokens=False)["input_ids"]
@@ -1737,7 +1734,7 @@ ANSWERS = [
      r"\boxed{\boxed{42}}", r"\boxed{1 \boxed{42}", r"} { \boxed{42} {", r"\\boxed{42}"],
      ["the answer is 42", "", " #### 42", "#### 42\n####", "#### 42\n\\boxed{41}",
      r"\boxed{42} no, \boxed{41}", r"\boxed{}", r"\boxed{42", r"\boxed 42", r"\boxed{42} and \boxed{}"]),
-    ("6", [], ["1 2 3 4 5 6"]), (r"\{1\}", [r"\boxed{\{1\}}"], []),
+    (r"\{1\}", [r"\boxed{\{1\}}"], []),
     # think blocks
     ("42", [r"<think>\boxed{41}</think>\boxed{42}", "hm</think>\n#### 42",
      r"\boxed{42}<think>\boxed{41}</think>", r"<think><think></think>\boxed{42}"],
@@ -1745,13 +1742,12 @@ ANSWERS = [
      r"hm \boxed{42}</think>", r"\boxed{42}<think></think> hm</think>"]),
     # numbers
     ("1234", [r"\boxed{1,234}", r"\boxed{1,\!234}"], [r"\boxed{12,34}", r"\boxed{1 234}"]),
-    ("1,234", [r"\boxed{1234}"], []), ("123456", [], [r"\boxed{1,234,56}"]),
     ("123", [], [r"\boxed{0,123}"]), ("1234567", [r"\boxed{1\,234{,}567}"], []),
-    ("1234.5", [r"\boxed{1,234.50}"], []),
+    ("1,234.5", [r"\boxed{1234.50}"], []),
     ("42", [r"\boxed{042}", r"\boxed{42.}", r"\boxed{+42}"], [r"\boxed{42.5}", r"\boxed{420}",
      r"\boxed{\pm 42}", r"\boxed{--42}", "\\boxed{\uff14\uff12}", r"\boxed{0x2a}", r"\boxed{4_2}"]),
     ("1/2", [r"\boxed{.5}"], []), ("0", [r"\boxed{-0}"], [r"\boxed{-}", r"\boxed{nan}"]),
-    ("-42", ["\\boxed{\u221242}", "#### - 42"], [r"\boxed{42}"]), ("40", [], [r"\boxed{4e1}"]),
+    ("-42", ["\\boxed{\u221242}", "#### - 42", "#### -$42", "#### $-42"], [r"\boxed{42}"]),
     ("18446744073709551616", [], [r"\boxed{18446744073709551617}"]), ("10", [], [r"\boxed{10^{10^{10}}}"]),
     # money, units, marks
     ("42", ["#### $42", r"\boxed{\$42.00}", r"\boxed{42 €}", "#### **42**", "#### $42$.", r"\boxed{\(42\)}",
@@ -1759,12 +1755,10 @@ ANSWERS = [
      r"\boxed{42\,\mathrm{cm}}", "#### 42 miles per hour", "#### 42 km/h", r"\boxed{\text{42}}"],
      [r"\boxed{42x}", r"\boxed{42 x}", r"\boxed{42 pi}", r"\boxed{42!}", "#### 42 thousand",
      r"\boxed{41 \text{ or } 42}", r"\boxed{41, 42}", "#### 42 and a half", r"\boxed{40+2}"]),
-    ("-42", ["#### -$42", "#### $-42"], []), (r"42\%", [], [r"\boxed{0.42}"]),
+    (r"42\%", [], [r"\boxed{0.42}"]), ("40", [], [r"\boxed{4e1}"]),
     # fractions
-    ("0.75", [r"\boxed{\frac{3}{4}}"], []), (r"\frac34", [r"\boxed{0.75}"], []),
-    (r"\tfrac{3}{4}", [r"\boxed{6/8}"], []),
-    ("3/4", [r"\boxed{\dfrac 3 4}", r"\boxed{\frac{\frac{3}{2}}{2}}"], []),
-    ("-0.75", [r"\boxed{-\frac{3}{4}}"], []), ("-3/4", [r"\boxed{\frac{-3}{4}}"], []),
+    ("0.75", [r"\boxed{\frac34}", r"\boxed{\dfrac 3 4}", r"\boxed{\frac{\frac{3}{2}}{2}}"], []),
+    (r"-\tfrac{3}{4}", [r"\boxed{-6/8}", r"\boxed{\frac{-3}{4}}", r"\boxed{-0.75}"], []),
     ("0.3333333333333333", [], [r"\boxed{\frac{1}{3}}"]), ("-7/4", [r"\boxed{-1\frac34}"], []),
     ("1.75", [r"\boxed{1 3/4}"], []), ("1", [], [r"\boxed{1 3/4}"]), ("7/3", [], [r"\boxed{1\frac43}"]),
     ("3", [], [r"\boxed{3/0}"]), ("0", [], [r"\boxed{\frac{0}{0}}"]), ("1/4", [], [r"\boxed{1/2/2}"]),
@@ -1862,14 +1856,11 @@ def test_first_examples_do_not_change(monkeypatch):
 
 @pytest.mark.parametrize("answer, reward", [
     ("2*(3+4)", 1), ("(4+3)*2", 1), ("\\boxed{2 * (3+4)}", 1), ("2*3+2*4", 0), ("14", 0),
-    ("2*7", 0), ("2*(3+4) = 14", 0), ("2*(3+4)+0", 0), ("2*(3+4)*1", 0), ("2*(3+4)-(3-3)", 0), ("2(3+4)", 0),
-    ("2**3+4+2", 0), ("9**9**9**9**9", 0), ("(" * 70 + "2*(3+4)" + ")" * 70, 1),
-    ("(" * 5000 + "1" + ")" * 5000, 0), ("(" * 150, 0), ("-" * 149 + "1", 0), ("2*(3+4)//1", 0),
-    ("2*(3+4)/0", 0), ("2/(3-3)", 0), ("a*(3+4)", 0), ("int('14')", 0), ("\uff12*(3+4)", 0),
-    ("\u0662*(3+4)", 0), ("02*(3+4)", 0), ("2.0*(3+4)", 0), ("1e1+4", 0), ("2*(3+4)#x", 0), ("", 0),
-    ("__import__('os').abort()", 0), ("1_4", 0), ("2*(3+4", 0), ("2*(3+4)\x00", 0), ("-2*(-3-4)", 0),
-    ("9" * 10_000, 0),
-])
+    ("2*7", 0), ("2*(3+4) = 14", 0), ("2*(3+4)+0", 0), ("2*(3+4)-(3-3)", 0), ("2(3+4)", 0),
+    ("2**3+4+2", 0), ("9**9**9**9**9", 0), ("(" * 70 + "2*(3+4)" + ")" * 70, 1), ("(" * 150, 0),
+    ("(" * 5000 + "1" + ")" * 5000, 0), ("-" * 149 + "1", 0), ("2*(3+4)//1", 0), ("2*(3+4)/0", 0),
+    ("-2*(-3-4)", 0), ("\u0662*(3+4)", 0), ("02*(3+4)", 0), ("2.0*(3+4)", 0), ("2*(3+4)#x", 0), ("", 0),
+    ("1_4", 0), ("__import__('os').abort()", 0), ("2*(3+4", 0), ("2*(3+4)\x00", 0)])
 def test_countdown_reward(answer, reward):
     completion = answer if "boxed" in answer else f"so\n#### {answer}"
     assert grpo.countdown_reward(completion, "14: 2 3 4") == reward
@@ -1903,13 +1894,12 @@ def test_jsonl(tmp_path):
 
 @pytest.mark.parametrize("line, message", [
     ('{"question": "x"}', '"answer" is missing'), ('{"answer": "x"}', '"question" is missing'),
-    ("{", "not JSON"), ('{"question": "x", "answer": "#### 1"} {}', "not JSON"), ("[1]", "found list"),
-    ("7", "found int"), ('{"question": "x", "answer": 7}', '"answer" must be text'),
+    ('{"question": "x", "answer": "7"} {}', "not JSON"), ("[" * 100_000, "not JSON"), ("[1]", "found list"),
+    ('{"question": "x", "answer": 7}', '"answer" must be text'),
     ('{"question": " ", "answer": "7"}', "not blank"),
-    (b'{"question": "\xff", "answer": "7"}', "not JSON in UTF-8"), ("[" * 100_000, "not JSON"),
+    (b'{"question": "\xff", "answer": "7"}', "not JSON in UTF-8"),
     ('{"question": "x", "answer": "so\\n####"}', "no gold answer"),
-    ('{"question": "x", "answer": "a\\nb"}', "no gold"),
-])
+    ('{"question": "x", "answer": "a\\nb"}', "no gold answer")])
 def test_jsonl_faults_name_the_line(tmp_path, line, message):
     path = write(tmp_path / "data.jsonl", GOOD, "", line, GOOD)
     with refused(f"{path}, line 3: ", message):
@@ -2297,13 +2287,10 @@ TINY = ("--device=cpu --width=64 --layers=1 --difficulty=2 --digits=1 --sft-step
         "--save-every=0 --micro-tokens=64").split()
 
 
-def coin(example, completion):
-    """A reward that an untrained model earns half of the time: every step has a gradient."""
-    return float(zlib.crc32(completion.encode()) % 2)
-
-
 @pytest.fixture
 def paid(monkeypatch):
+    """A reward that an untrained model earns half of the time: every step has a gradient."""
+    coin = lambda example, completion: float(zlib.crc32(completion.encode()) % 2)
     monkeypatch.setattr(grpo.Example, "reward", coin)
 
 
@@ -2324,7 +2311,7 @@ SCRIPT = f"""
 import os, runpy, signal, sys, zlib
 sys.path.insert(0, {str(HERE)!r})
 import grpo, rollout
-grpo.Example.reward = lambda self, completion: float(zlib.crc32(completion.encode()) % 2)    # coin
+grpo.Example.reward = lambda self, completion: float(zlib.crc32(completion.encode()) % 2)    # as `paid`
 HOOK
 runpy.run_path({str(HERE / "train.py")!r}, run_name="__main__")
 """
@@ -2601,15 +2588,14 @@ def test_checkpoint_faults_before_anything_is_written(tmp_path, changes, spoiled
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--setps=3", "did you mean --steps?"), ("--max_new_token=3", "did you mean --max-new-tokens?"),
-    ("--task=sums", "'sums' (choose from"), ("--precision=fp4", "'fp4' (choose from"),
-    ("--exact=maybe", "'maybe' (choose from"), ("--samples=1", "number of at least 2"),
+    ("--max_new_token=3", "did you mean --max-new-tokens?"),
+    *[(f"--{name}=x", "'x' (choose from") for name in ("task", "precision", "kv", "states", "exact")],
     ("--updates=9", "each needs a problem of --prompts="), ("--temperature=0", "--temperature=0"),
     ("--tis=2", "--tis=2"), ("--task=jsonl", "needs --data"), ("--difficulty=1", "difficulty=1"),
     ("--task=jsonl --data=none.jsonl", "none.jsonl"), ("--model=none", "no folder none"),
     ("--steps=abc", "--steps: invalid int"), ("--lr", "--lr: expected one argument"),
     ("--lr=nan", "--lr=nan"), ("--lr=inf", "--lr=inf"),
-    ("--sft-steps=-1", "--sft-steps=-1: must be a number of at least 0"),
+    ("--samples=1", "--samples=1: must be a number of at least 2"),
     ("--device=tpu", "--device=tpu: it must be cuda"), ("--top-p=0.9", "unknown argument '--top-p=0.9'"),
     ("--data=x.jsonl", "is read by --task=jsonl"), ("--task=jsonl --data=a,b,c", "not 'a,b,c'"),
     ("--task=jsonl --data=a,", "not 'a,'"), ("--wandb=x", "pip install wandb"),
@@ -2623,8 +2609,8 @@ def test_bad_flags_are_refused(tmp_path, monkeypatch, flags, words):
 
 
 @pytest.mark.parametrize("program, flags, words", [
-    ("train", ["--model=/no/where"], "no folder /no/where"), ("train", ["--steps=x"], "invalid int"),
-    ("rollout", ["--prompt=x"], "--model"), ("rollout", ["--model=/no", "--prompt=x"], "/no"),
+    ("train", ["--model=/no/where"], "no folder /no/where"),
+    ("rollout", ["--model=/no", "--prompt=x"], "/no"),
     ("rollout", ["--model=x", "--prompt=x", "--sed=1"], "'--sed=1': did you mean --seed"),
     ("bench", ["gem"], "did you mean gemm"), ("bench", ["gemm", "--oot=x"], "'--oot=x': did you mean --out"),
     ("bench", ["plot", "/no/where"], "/no/where"),
