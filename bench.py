@@ -8,10 +8,10 @@ Everything that is claimed in numbers: exactness first, then the speed of each k
     python bench.py train step                  # updates at real shapes; rollout and update together
     python bench.py rules                       # what each rule of the numerics contract costs
     python bench.py mismatch FOLDER ...         # what lifting it does, on these checkpoints -> a figure
-    python bench.py moves FOLDER ...            # what an update of the policy changes -> a figure
-    python bench.py plot runs/a runs/b          # curves of training -> assets/runs.png (needs matplotlib)
+    python bench.py moves [FOLDER ...]          # what an update of the policy changes -> a figure
+    python bench.py plot runs/a runs/b          # curves of training -> assets/runs.png
 
-Each section prints a table; the last line on stdout is one JSON object, whose rows are merged into --out
+Figures need matplotlib. Each section prints a table; the last line on stdout is one JSON object, whose rows are merged into --out
 (default assets/bench_h200.json, on an H200 alone). --quick runs fewer sizes and merges only where --out names
 a file.
 
@@ -125,7 +125,7 @@ def machine():
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)"
     packages = {"torch": torch, "triton": fp8.triton, "deep_gemm": optional("deep_gemm")}
     versions = {name: package.__version__ for name, package in packages.items() if package}
-    return {"gpu": name, **versions, "command": " ".join(["python", *sys.argv])}
+    return {"gpu": name, **versions}
 
 
 note = functools.cache(print)                    # each message once
@@ -348,7 +348,7 @@ EXACT_MODELS = {
     "qwen3 512, 3/3 x 128, tied": ("qwen3", 512, 576, 3, 3, 128, True),
     "qwen3 512, 7/1 x 128": ("qwen3", 512, 576, 7, 1, 128, False),
 }
-# slots, completions, longest response, longest prompt. The first completion has the longest response.
+# slots, completions, longest response allowed (to the first completion), longest prompt
 EXACT_BATCHES = [(1, 9, 1024, 700), (7, 21, 2048, 700), (64, 129, 4096, 700), (300, 450, 4096, 700)]
 EXACT_LONG = (16, 24, 16384, 700)        # for the last model alone: 16k tokens of response
 EXACT_QUICK = [(1, 3, 20, 70), (7, 12, 80, 70)]
@@ -409,7 +409,8 @@ def by_key(cache):
 
 
 def compare_pages(model, seen, sequences):
-    """Pages that decode wrote, against what the packed pass writes for them: (compared, differing)."""
+    """Pages that decode wrote, against what the packed pass writes for them: (compared, differing). A page
+    counts once for each tensor of each layer."""
     compared = differing = 0
     for index, mine in seen.items():
         prompt, completion = sequences[index]
@@ -477,7 +478,7 @@ def exact(rows, quick):
             exact_case(table, name, model, batch)
     ours = [r for r in rows if r["section"] == "exact" and r["precision"] == "fp8"]
     print(f"fp8: {sum(r['differing'] for r in ours):,} of {sum(r['tokens'] for r in ours):,} tokens and "
-          f"{sum(r['pages_differing'] for r in ours):,} of {sum(r['pages'] for r in ours):,} KV pages differ")
+          f"{sum(r['pages_differing'] for r in ours):,} of {sum(r['pages'] for r in ours):,} tensors of pages differ")
 
 
 # ---- gemm: the three products, and decode ------------------------------------------------------------------
@@ -1004,13 +1005,13 @@ def rollout_section(rows, quick):
     table = Table("rollout", rows, "precision", "kv", "tok_per_s", "x_bf16", "x_transformers", "occupancy",
                   "seconds", key="model")
     longest, square = 256 if quick else 4096, [[i] * 128 for i in range(256)]
-    for size in ["1.7B"] if quick else ["8B", "1.7B"]:
+    for size in ["1.7B"] if quick else WHOLE:
         theirs = transformers_rate(square, 128) if size == "1.7B" and optional("transformers") else None
         for precision, kv in FLOWS:
             row = functools.partial(rollout_row, table, random_model(size, precision, kv), size)
             if size == "1.7B":
                 row(square, 1, 128, "256 x (128 + 128)", theirs=theirs)
-            else:
+            if size == "8B":
                 for B in 64, 256:
                     row(square[:B], 1, 512, f"{B} x (128 + 512)")
             row(*rollout_request(64, 8, longest), f"64 x 8 up to {longest}")
@@ -1076,10 +1077,10 @@ def model_flops(config, tokens, length):
 def train_rows(table, size, lengths):
     """Both precisions at each length."""
     for precision in ("bf16", "fp8"):
-        _, model, optimizer = trained_model(size, precision)
+        cfg, model, optimizer = trained_model(size, precision)
         for length in lengths:
-            tokens = 16384 * BATCH
-            old, forward, backward, step = update_seconds(model, optimizer, 16384 // length, length)
+            tokens, count = cfg.micro_tokens * BATCH, cfg.micro_tokens // length
+            old, forward, backward, step = update_seconds(model, optimizer, count, length)
             for updates in (1, BATCH):
                 # Where sampler and trainer are not exact, several updates need a pass for the old log-probs.
                 passes = BATCH * old if updates > 1 and precision != "fp8" else 0.0
@@ -1263,7 +1264,7 @@ def mismatch(rows, quick, *folders):
         title = f"{model}: mean |log p sampler - log p trainer|"
         panels.append((title, "token of the response", "log", "symlog", ranked))
     if not quick:
-        save(draw(panels)[0], os.path.join(ASSETS, "mismatch.png"))
+        save(draw(panels)[0], beside_rows("mismatch.png"))
 
 
 def rules(rows, quick):
@@ -1279,12 +1280,13 @@ def rules(rows, quick):
         with changed(*sampling, *scoring), torch.no_grad():
             forward = lambda: token_logprobs(model(tokens, packing), model.head, tokens, one)
             times["forward 4 x 4096"] = 1e6 * timed([forward], 5)[0]
-            sampler, width = Sampler(model), pages_for(16384 + 64)
-            sampler._build(64, width, 64 * pages_for(4096 + 64) + 1)
-            fill(sampler.pool.caches)
-            for B, context in [] if scoring else [(64, 1024), (64, 4096), (1, 16384)]:
-                times[f"decode {B} x {context}"] = decode_cell(sampler, B, context)
-            del sampler
+            if not scoring:                          # else the rule is one of the trainer's kernels
+                sampler, width = Sampler(model), pages_for(16384 + 64)
+                sampler._build(64, width, 64 * pages_for(4096 + 64) + 1)
+                fill(sampler.pool.caches)
+                for B, context in [(64, 1024), (64, 4096), (1, 16384)][:1 if quick else None]:
+                    times[f"decode {B} x {context}"] = decode_cell(sampler, B, context)
+                del sampler
         for what, us in times.items():
             table.add(f"{case}: {what}", "1.7B, 4 layers", us=us, x_lifted=us / ours.setdefault(what, us))
 
@@ -1351,7 +1353,7 @@ def moves(rows, quick, *folders):
     if not quick:
         figure, _ = draw([("what an update changes", "update", "linear", "log", shares),
                           ("cosine of the FP8 and the BF16 gradient", "layer", "linear", "linear", cosines)])
-        save(figure, os.path.join(ASSETS, "policy_moves.png"))
+        save(figure, beside_rows("policy_moves.png"))
 
 
 # ---- plot: curves of training runs -------------------------------------------------------------------------
@@ -1382,17 +1384,27 @@ def over_seeds(logs, kind, key):
     return steps, [sum(v) / len(v) for v in values], [min(v) for v in values], [max(v) for v in values]
 
 
-def draw(panels, rows=1):
-    """Panels of curves: (title, label of x, scale of x, scale of y, {label: (x, y)}); a curve may also give
-    the edges of a band, (x, y, least, most). -> figure, its axes"""
+def pyplot():
+    """matplotlib's, which only figures need: asked for before anything is measured."""
     try:
         import matplotlib
     except ImportError:
         raise ImportError("the figure needs the package matplotlib: pip install matplotlib")
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot
+    return matplotlib.pyplot
+
+
+def beside_rows(name):
+    """Path of a figure: in assets on an H200, whose rows are committed; elsewhere in the current folder."""
+    return os.path.join(ASSETS if "H200" in machine()["gpu"] else "", name)
+
+
+def draw(panels, rows=1):
+    """Panels of curves: (title, label of x, scale of x, scale of y, {label: (x, y)}); a curve may also give
+    the edges of a band, (x, y, least, most). -> figure, its axes"""
     columns = len(panels) // rows
-    figure, axes = plt.subplots(rows, columns, figsize=(min(6 * columns, 14), 4 * rows), squeeze=False,
+    figure, axes = pyplot().subplots(rows, columns, figsize=(min(6 * columns, 14), 4 * rows), squeeze=False,
                                 constrained_layout=True)
     # Of a curve in every panel; its label may end in "(number)". Dashed black shows what else lies at zero.
     colors = {"exact": "k"}
@@ -1426,13 +1438,16 @@ CURVES = {"reward": "mean reward (dots: held-out accuracy)", "length": "mean com
 
 
 def plot(runs, path):
-    """Curves of each run by step. Names that differ in a trailing -sN alone are seeds: mean and band."""
+    """Curves of each run by step. Names that differ in a trailing -sN alone are seeds: mean and band. A run
+    is named after its folder, or the file where it is not log.jsonl."""
     if not runs:
         raise ValueError("plot needs run folders: python bench.py plot runs/NAME [runs/NAME ...]")
-    logs = {}
-    for run in runs:
-        name = re.sub(r"(-s\d+)?(\.jsonl)?$", "", os.path.basename(os.path.normpath(run)), count=1)
-        log = read_log(run)
+    names, logs = [re.sub(r"(/log)?\.jsonl$", "", os.path.abspath(run)) for run in runs], {}
+    names = [os.path.basename(name) for name in names]
+    for run, name in zip(runs, names):
+        if names.count(name) > 1:
+            raise ValueError(f"{names.count(name)} of the runs are called {name}: seeds end in -s1, -s2, ..")
+        name, log = re.sub(r"-s\d+$", "", name), read_log(run)
         if not any(r.get("kind") == "step" for r in log):
             raise ValueError(f"{run}: its log has no step to draw")
         for r in log:
@@ -1504,6 +1519,8 @@ def main():
             raise ValueError(f"unknown section '{name}': {hint}")
     if out:
         read_results(out)               # a file of another GPU is refused now, not after the measurements
+    if not args.quick and set(names) & {"mismatch", "moves"}:
+        pyplot()
     return run_sections(names, folders, out, args.quick)
 
 

@@ -2613,7 +2613,7 @@ def test_bad_flags_are_refused(tmp_path, monkeypatch, flags, words):
     ("rollout", ["--model=/no", "--prompt=x"], "/no"),
     ("rollout", ["--model=x", "--prompt=x", "--sed=1"], "'--sed=1': did you mean --seed"),
     ("bench", ["gem"], "did you mean gemm"), ("bench", ["gemm", "--oot=x"], "'--oot=x': did you mean --out"),
-    ("bench", ["plot", "/no/where"], "/no/where"),
+    ("bench", ["plot", "/no/where"], "/no/where"), ("bench", ["plot", "x", "x"], "2 of the runs"),
 ])
 def test_errors_are_two_lines(program, flags, words, monkeypatch):
     """`python X.py` with a fault: one line or two and exit code 1; the exception itself with --debug."""
