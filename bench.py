@@ -11,9 +11,9 @@ Everything that is claimed in numbers: exactness first, then the speed of each k
     python bench.py moves [FOLDER ...]          # what an update of the policy changes -> a figure
     python bench.py plot runs/a runs/b          # curves of training -> assets/runs.png
 
-Figures need matplotlib. Each section prints a table; the last line on stdout is one JSON object, whose rows are merged into --out
-(default assets/bench_h200.json, on an H200 alone). --quick runs fewer sizes and merges only where --out names
-a file.
+Figures need matplotlib. Each section prints a table; the last line on stdout is one JSON object, whose rows
+are merged into --out (default assets/bench_h200.json, on an H200 alone). --quick runs fewer sizes and merges
+only where --out names a file.
 
 How to read a row: `us` is the median of one call, and `spread` the distance from the 10th to the 90th
 percentile as a share of it. `of_limit` is the share of what the hardware allows: the larger of the time for
@@ -478,7 +478,7 @@ def exact(rows, quick):
             exact_case(table, name, model, batch)
     ours = [r for r in rows if r["section"] == "exact" and r["precision"] == "fp8"]
     print(f"fp8: {sum(r['differing'] for r in ours):,} of {sum(r['tokens'] for r in ours):,} tokens and "
-          f"{sum(r['pages_differing'] for r in ours):,} of {sum(r['pages'] for r in ours):,} tensors of pages differ")
+          f"{sum(r['pages_differing'] for r in ours):,} of {sum(r['pages'] for r in ours):,} page tensors differ")
 
 
 # ---- gemm: the three products, and decode ------------------------------------------------------------------
