@@ -1339,7 +1339,7 @@ LEARN_FORMAT = "--difficulty=2 --sft-steps=40 --sft-lr=5e-5 --max-new-tokens=64"
 
 def moves(rows, quick, *folders):
     """A run of train.py, of the default model or of each folder, every update of which is watched."""
-    table, shares, cosines = Table("moves", rows, "lr", *MOVED, "least_cosine", key="model"), {}, {}
+    table, shares, angles = Table("moves", rows, "lr", *MOVED, "least_cosine", key="model"), {}, {}
     for folder in folders or [""]:
         model = os.path.basename(os.path.normpath(folder or "default"))
         before, update, flags = len(rows), watch(table, model, train.Run.update), LEARN_FORMAT * bool(folder)
@@ -1348,11 +1348,12 @@ def moves(rows, quick, *folders):
         updates = rows[before:]
         for name, what in MOVED.items():
             shares[f"{model}: {what}"] = range(len(updates)), [r[name] for r in updates]
-        means = [sum(layer) / len(updates) for layer in zip(*(r["cosines"] for r in updates))]
-        cosines[model] = range(len(means)), means
+        layers = [sorted(1 - cosine for cosine in layer) for layer in zip(*(r["cosines"] for r in updates))]
+        for which, at in ("median", len(updates) // 2), ("worst", -1):
+            angles[f"{model}: {which} update"] = range(len(layers)), [layer[at] for layer in layers]
     if not quick:
         figure, _ = draw([("what an update changes", "update", "linear", "log", shares),
-                          ("cosine of the FP8 and the BF16 gradient", "layer", "linear", "linear", cosines)])
+                          ("1 - cosine of the FP8 and the BF16 gradient", "layer", "linear", "log", angles)])
         save(figure, beside_rows("policy_moves.png"))
 
 

@@ -11,10 +11,10 @@ How a rollout runs, from the inside out:
 1. `Sampler._step` is one decode step for B rows, wholly on the device: current tokens in; next tokens,
    their log-probs and the stop test out. It touches tensors of fixed address only, so on a GPU it is
    captured in a CUDA graph, one for each batch size, and replayed. On a CPU the same function runs eagerly.
-2. The host launches some steps (STEPS_PER_LOOK), then *looks* once, the only synchronisation: it harvests
-   the tokens, frees the pages of what has finished, reserves pages for the next steps, admits waiting
-   sequences into free rows (prefill) and uploads who sits in which row. A row may change hands at every
-   look; so, as a rollout drains, what is left simply moves together into a smaller graph.
+2. The host launches some steps (STEPS_PER_LOOK), then *looks*: it waits for them, harvests the tokens, frees
+   the pages of what has finished, reserves pages for the next steps, admits waiting sequences into free rows
+   (prefill) and uploads who sits in which row. A row may change hands at every look; so, as a rollout
+   drains, what is left simply moves together into a smaller graph.
 3. A prompt without its last token is prefilled by the packed training pass, once for its n samples. The
    last prompt token is the first current token: the first sampled token comes out of the same step as all
    others.
@@ -41,8 +41,7 @@ import torch
 
 from fp8 import (cdiv, jit, launch, overlapped, round_up, start_next, tl, triton, use_kernels,
                  wait_for_inputs)
-from model import (KV_TYPES, PAGE, PRECISIONS, SPLIT, Config, Tokenizer, Transformer, folder_from_name,
-                   sample, to_device)
+from model import KV_TYPES, PAGE, PRECISIONS, SPLIT, Config, Tokenizer, Transformer, folder_from_name, sample
 
 STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}   # decode steps: a finished row idles for half of them on average
 PREFILL_TOKENS = 16384    # packed tokens of one prefill call; only a longer single sequence exceeds it
@@ -142,7 +141,7 @@ class PagePool:
 
     def copy(self, pairs):
         """Copies whole pages, [(source, destination), ...], in every layer."""
-        source, destination = to_device(torch.tensor(pairs), self.caches[0][0].device).unbind(1)
+        source, destination = torch.tensor(pairs, device=self.caches[0][0].device).unbind(1)
         for pages in itertools.chain(*self.caches):
             pages[destination] = pages[source]
 
@@ -322,7 +321,7 @@ class Sampler:
         n = len(self.active)
         self.host_out.copy_(self.out, non_blocking=True)
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()       # the one wait of a look
+            torch.cuda.current_stream(self.device).synchronize()       # for the steps
         out = self.host_out.numpy()[:steps, :, :n]
         tokens, logprobs = out[:, 0], out[:, 1].view(np.float32)       # (steps, n)
         # NaN would pass through the loss and the next update in silence: stop at the look that sees it first.
@@ -436,8 +435,8 @@ class Sampler:
             slots = [(np.array(pages)[:, None] * PAGE + np.arange(PAGE)).flat[:len(tokens)]
                      for tokens, pages in batch]
             lengths = [len(tokens) for tokens, _ in batch]
-            tokens, slots = (to_device(torch.from_numpy(np.concatenate(x)), self.device)      # (T,) int64
-                             for x in ([tokens for tokens, _ in batch], slots))
+            tokens = torch.tensor(np.concatenate([tokens for tokens, _ in batch]), device=self.device)
+            slots = torch.tensor(np.concatenate(slots), device=self.device)            # (T,) int64, as tokens
             self.model.prefill(tokens, lengths, self.pool.caches, slots)
             self.stats.prefill_tokens += len(tokens)
 
