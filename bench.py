@@ -477,8 +477,9 @@ def exact(rows, quick):
         for batch in cases:
             exact_case(table, name, model, batch)
     ours = [r for r in rows if r["section"] == "exact" and r["precision"] == "fp8"]
-    print(f"fp8: {sum(r['differing'] for r in ours):,} of {sum(r['tokens'] for r in ours):,} tokens and "
-          f"{sum(r['pages_differing'] for r in ours):,} of {sum(r['pages'] for r in ours):,} page tensors differ")
+    total = lambda key: sum(r[key] for r in ours)
+    print(f"fp8: {total('differing'):,} of {total('tokens'):,} tokens and {total('pages_differing'):,} of "
+          f"{total('pages'):,} page tensors differ")
 
 
 # ---- gemm: the three products, and decode ------------------------------------------------------------------
