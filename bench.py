@@ -128,6 +128,11 @@ def machine():
     return {"gpu": name, **versions}
 
 
+def committed():
+    """Whether results of this GPU are those that lie in assets."""
+    return "H200" in machine()["gpu"]
+
+
 note = functools.cache(print)                    # each message once
 
 
@@ -1398,8 +1403,8 @@ def pyplot():
 
 
 def beside_rows(name):
-    """Path of a figure: in assets on an H200, whose rows are committed; elsewhere in the current folder."""
-    return os.path.join(ASSETS if "H200" in machine()["gpu"] else "", name)
+    """Path of a figure: in assets on the GPU whose rows are committed; elsewhere in the current folder."""
+    return os.path.join(ASSETS if committed() else "", name)
 
 
 def draw(panels, rows=1):
@@ -1444,8 +1449,8 @@ def plot(runs, path):
     is named after its folder, or the file where it is not log.jsonl."""
     if not runs:
         raise ValueError("plot needs run folders: python bench.py plot runs/NAME [runs/NAME ...]")
-    names, logs = [re.sub(r"(/log)?\.jsonl$", "", os.path.abspath(run)) for run in runs], {}
-    names = [os.path.basename(name) for name in names]
+    names = [os.path.basename(re.sub(r"(/log)?\.jsonl$", "", os.path.abspath(run))) for run in runs]
+    logs = {}
     for run, name in zip(runs, names):
         if names.count(name) > 1:
             raise ValueError(f"{names.count(name)} of the runs are called {name}: seeds end in -s1, -s2, ..")
@@ -1507,7 +1512,7 @@ def main():
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = parser.parse_intermixed_args()
     out = args.out
-    if out is None and not args.quick and "H200" in machine()["gpu"]:
+    if out is None and not args.quick and committed():
         out = os.path.join(ASSETS, "bench_h200.json")
     if args.sections[0] == "plot":
         return plot(args.sections[1:], args.out or os.path.join(ASSETS, "runs.png"))

@@ -1350,7 +1350,8 @@ TENSOR_FAULTS = {  # words of the message, and changes of a good set of tensors
     "F64": lambda w: {**w, Q: w[Q].double()},
 }
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n"
-FILE_FAULTS = {"git lfs pull": lambda data: LFS, "its header describes": lambda data: data[:-100]}
+FILE_FAULTS = {"git lfs pull": lambda data: LFS, "its header describes": lambda data: data[:-100],
+               "cut off": lambda data: data[:100], "header too small": lambda data: b""}
 INDEX_FAULTS = {"not a file name inside the folder": lambda where: {**where, Q: "../other/a.safetensors"},
                 "q_proj": lambda where: {**where, Q: next(f for f in where.values() if f != where[Q])},
                 "lacks c.safetensors": lambda where: {**where, Q: "c.safetensors"},
@@ -1714,7 +1715,9 @@ def test_chat_equals_transformers(tmp_path, place, template):
     (None, "no chat template"), ([{"name": "other", "template": ""}], "no chat template"),
     ("{% for %}", "failed"), ("{{ raise_exception('not so') }}", "not so"), ("{{ 1 // 0 }}", "failed"),
     ("{{ messages.append(1) }}", "failed"), ("{{ ''.__class__.__mro__ }}", "failed"),
-    ("{% for i in range(10**9) %}{% endfor %}", "failed")])
+    ("{{ nothing.x }}", "failed"), ("{{ messages[0].content + 1 }}", "failed"),
+    ("{{ '%d' % 'x' }}", "failed"), ("{% for i in range(10**9) %}{% endfor %}", "failed"),
+    ("{{ messages[0].content.encode('ascii') }}", "failed")])
 def test_chat_template_faults(template, words):
     files = Tokenizer.bytes().files
     files["tokenizer_config.json"]["chat_template"] = template
@@ -1734,7 +1737,7 @@ ANSWERS = [
      r"\boxed{\boxed{42}}", r"\boxed{1 \boxed{42}", r"} { \boxed{42} {", r"\\boxed{42}"],
      ["the answer is 42", "", " #### 42", "#### 42\n####", "#### 42\n\\boxed{41}",
      r"\boxed{42} no, \boxed{41}", r"\boxed{}", r"\boxed{42", r"\boxed 42", r"\boxed{42} and \boxed{}"]),
-    (r"\{1\}", [r"\boxed{\{1\}}"], []),
+    ("6", [], ["1 2 3 4 5 6"]), (r"\{1\}", [r"\boxed{\{1\}}"], []),
     # think blocks
     ("42", [r"<think>\boxed{41}</think>\boxed{42}", "hm</think>\n#### 42",
      r"\boxed{42}<think>\boxed{41}</think>", r"<think><think></think>\boxed{42}"],
@@ -1742,6 +1745,7 @@ ANSWERS = [
      r"hm \boxed{42}</think>", r"\boxed{42}<think></think> hm</think>"]),
     # numbers
     ("1234", [r"\boxed{1,234}", r"\boxed{1,\!234}"], [r"\boxed{12,34}", r"\boxed{1 234}"]),
+    ("1,234", [r"\boxed{1234}"], []), ("123456", [], [r"\boxed{1,234,56}"]),
     ("123", [], [r"\boxed{0,123}"]), ("1234567", [r"\boxed{1\,234{,}567}"], []),
     ("1,234.5", [r"\boxed{1234.50}"], []),
     ("42", [r"\boxed{042}", r"\boxed{42.}", r"\boxed{+42}"], [r"\boxed{42.5}", r"\boxed{420}",
@@ -1856,9 +1860,10 @@ def test_first_examples_do_not_change(monkeypatch):
 
 @pytest.mark.parametrize("answer, reward", [
     ("2*(3+4)", 1), ("(4+3)*2", 1), ("\\boxed{2 * (3+4)}", 1), ("2*3+2*4", 0), ("14", 0),
-    ("2*7", 0), ("2*(3+4) = 14", 0), ("2*(3+4)+0", 0), ("2*(3+4)-(3-3)", 0), ("2(3+4)", 0),
+    ("2*7", 0), ("2*(3+4) = 14", 0), ("2*(3+4)+0", 0), ("2*(3+4)*1", 0), ("2*(3+4)-(3-3)", 0), ("2(3+4)", 0),
     ("2**3+4+2", 0), ("9**9**9**9**9", 0), ("(" * 70 + "2*(3+4)" + ")" * 70, 1), ("(" * 150, 0),
     ("(" * 5000 + "1" + ")" * 5000, 0), ("-" * 149 + "1", 0), ("2*(3+4)//1", 0), ("2*(3+4)/0", 0),
+    ("2/(3-3)", 0), ("a*(3+4)", 0), ("int('14')", 0), ("1e1+4", 0), ("9" * 10_000, 0), ("\uff12*(3+4)", 0),
     ("-2*(-3-4)", 0), ("\u0662*(3+4)", 0), ("02*(3+4)", 0), ("2.0*(3+4)", 0), ("2*(3+4)#x", 0), ("", 0),
     ("1_4", 0), ("__import__('os').abort()", 0), ("2*(3+4", 0), ("2*(3+4)\x00", 0)])
 def test_countdown_reward(answer, reward):
@@ -2481,11 +2486,17 @@ def test_full_disk_and_folders_that_cannot_be_written(tmp_path, saving, monkeypa
         run(tmp_path / "full")
 
 
-@pytest.mark.parametrize("flags", ["--precision=fp8 --kv=fp8", "--precision=bf16"])
-def test_second_update_leaves_the_policy_that_sampled(tmp_path, paid, flags):
-    flags = *flags.split(), "--steps=1", "--updates=2", "--sft-steps=0"
-    still, moved = (run(tmp_path / rate, f"--lr={rate}", *flags)[0]["ratio"] for rate in ("0", "3e-3"))
-    assert still == 1 != moved
+@pytest.mark.parametrize("precision, kv", [("fp8", "fp8"), ("bf16", "bf16")])
+def test_second_update_leaves_the_policy_that_sampled(tmp_path, paid, monkeypatch, precision, kv):
+    ratios, loss = [], grpo.policy_loss
+
+    def watch(logp, old, *rest, **options):
+        ratios.append((logp.detach() - old).abs().max().item())
+        return loss(logp, old, *rest, **options)
+    monkeypatch.setattr(grpo, "policy_loss", watch)
+    flags = "--steps=1", "--updates=2", "--micro-tokens=9999", f"--precision={precision}", f"--kv={kv}"
+    step, = run(tmp_path, *flags)
+    assert len(ratios) == 2 and ratios[0] == 0 < ratios[1] and step["ratio"] != 1
 
 
 def test_a_wrong_bit_stops_the_run(tmp_path, paid, monkeypatch, capsys):
@@ -2588,7 +2599,7 @@ def test_checkpoint_faults_before_anything_is_written(tmp_path, changes, spoiled
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--max_new_token=3", "did you mean --max-new-tokens?"),
+    ("--setps=3", "did you mean --steps?"), ("--max_new_token=3", "did you mean --max-new-tokens?"),
     *[(f"--{name}=x", "'x' (choose from") for name in ("task", "precision", "kv", "states", "exact")],
     ("--updates=9", "each needs a problem of --prompts="), ("--temperature=0", "--temperature=0"),
     ("--tis=2", "--tis=2"), ("--task=jsonl", "needs --data"), ("--difficulty=1", "difficulty=1"),
@@ -2609,8 +2620,8 @@ def test_bad_flags_are_refused(tmp_path, monkeypatch, flags, words):
 
 
 @pytest.mark.parametrize("program, flags, words", [
-    ("train", ["--model=/no/where"], "no folder /no/where"),
-    ("rollout", ["--model=/no", "--prompt=x"], "/no"),
+    ("train", ["--model=/no/where"], "no folder /no/where"), ("train", ["--steps=x"], "invalid int"),
+    ("rollout", ["--prompt=x"], "--model"), ("rollout", ["--model=/no", "--prompt=x"], "/no"),
     ("rollout", ["--model=x", "--prompt=x", "--sed=1"], "'--sed=1': did you mean --seed"),
     ("bench", ["gem"], "did you mean gemm"), ("bench", ["gemm", "--oot=x"], "'--oot=x': did you mean --out"),
     ("bench", ["plot", "/no/where"], "/no/where"), ("bench", ["plot", "x", "x"], "2 of the runs"),
@@ -2802,8 +2813,7 @@ def test_memory_is_handed_over_before_every_update(tmp_path, paid, monkeypatch):
     for name in ("supervised_step", "update"):
         monkeypatch.setattr(train.Run, name, watched(name, getattr(train.Run, name)))
     run(tmp_path, "--steps=1", "--eval-every=0")
-    over = ["hand over"]
-    assert order == over + ["supervised_step"] * 2 + over * 2 + ["update"] + over
+    assert order == ["hand over", "supervised_step", "supervised_step", "hand over", "update"]
 
 
 @needs_gpu

@@ -223,6 +223,7 @@ def start_policy(run):
     """What precedes GRPO: from random weights, or a base model, to a policy that sometimes earns a reward."""
     cfg, skipped = run.cfg, 0           # skipped: on the device, so that the host need not wait
     run.evaluate("at the start")
+    hand_over(run.sampler, run.update_needs)
     t0 = time.time()
     for step in range(cfg.sft_steps):
         loss, finite = run.supervised_step(step)
@@ -478,18 +479,13 @@ class Run:
     # ---- phases
 
     def sample(self, prompts, n, temperature, keys):
-        """n completions of each prompt. Every rank samples its part and has all; `keys` names the noise.
-
-        Pages and graphs stay for the next call if an update fits beside them. Otherwise they are freed, and
-        made anew each time: the update's own memory goes back to the sampler in its next `generate`.
-        """
+        """n completions of each prompt. Every rank samples its part and has all; `keys` names the noise."""
         rank, count, ours = self.ranks.rank, self.ranks.count, Rollout()
         first, end = len(prompts) * rank // count, len(prompts) * (rank + 1) // count
         if first < end:
             ours = self.sampler.generate(
                 prompts[first:end], n, self.cfg.max_new_tokens, temperature, self.cfg.seed,
                 self.tokenizer.eos_ids, keys=keys[first * n:end * n])
-            hand_over(self.sampler, self.update_needs)
         if count == 1:
             return ours
         ours = ours.tokens, [logp.tolist() for logp in ours.logprobs], ours.finish
@@ -497,12 +493,18 @@ class Run:
         return Rollout(tokens, [torch.tensor(logp) for logp in logprobs], finish)      # JSON keeps every bit
 
     def rollout(self, prompts):
-        """A group for each prompt. A completion's noise is keyed by its running number in the whole run."""
+        """A group for each prompt. A completion's noise is keyed by its running number in the whole run.
+
+        Pages and graphs stay for the next step if the update fits beside them. Otherwise they are freed, and
+        made anew each step: the update's own memory goes back to the sampler in its next `generate`.
+        """
         cfg, count = self.cfg, self.cfg.prompts * self.cfg.samples
         if cfg.kl:
             self.reference_model()           # loaded now: later the sampler's pages may have taken its place
         keys = range(self.step * count, (self.step + 1) * count)
-        return self.sample(prompts, cfg.samples, cfg.temperature, keys)
+        rollout = self.sample(prompts, cfg.samples, cfg.temperature, keys)
+        hand_over(self.sampler, self.update_needs)
+        return rollout
 
     def learning_rate(self, step):
         warm = min(1.0, (step + 1) / max(1, self.cfg.warmup))
